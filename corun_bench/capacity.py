@@ -1,9 +1,11 @@
 """A router's capacity, and the delay it adds to its clients' tokens: real routers, fake nodes, one load generator.
 
-Two paths are measured on this machine, one after the other: through `python -m router`, and straight from the fake
-nodes over a bare gRPC stream per sample. A token's delay is the time from the emission of its step until the client has
-read it. The router adds the difference of the two paths' quantiles. This difference may be negative: without a router,
-each node has to serve its streams by itself. Routers, nodes and clients share the machine's cores.
+Two paths are measured on this machine, one after the other: through `python -m router` with a stream for each
+connection, as the SDK has it, and straight from the fake nodes over a bare gRPC stream per sample. `--separate` adds a
+third: through the router with a stream for each sample, as other clients may have it. A token's delay is the time from
+the emission of its step until the client has read it. The router adds the difference of its path's quantiles and the
+bare path's. This difference may be negative: without a router, each node has to serve its streams by itself. Routers,
+nodes and clients share the machine's cores.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ GOAL_AT = ("p50", "p90", "p99")
 """The quantiles at which the goal must hold: p99 alone is not enough, since the bare path may be late there, too."""
 DELIVERED = 0.98
 """The share of the offered tokens that must come for a load to count as carried."""
-METHOD = "/corun.v1.ClusterService/Generate"
+METHODS = {"router": "", "separate": "/corun.v1.ClusterService/Generate", "direct": DIRECT_METHOD}
+"""The paths, with the method of a stream for each sample; empty: the samples of a connection share a stream."""
 START_S = 60.0
 DRAIN_S = 150.0
 """The time for clients to receive the samples in flight and to read them, in seconds."""
@@ -50,7 +53,7 @@ _KINDS = {"router": "router", "client": "clients"}
 
 
 def measure(setup: CapacityOptions) -> dict[str, Any]:
-    """Measure both paths; return plain values for JSON.
+    """Measure all paths; return plain values for JSON.
 
     Raises:
         InvalidArgumentError: an option is out of range.
@@ -58,13 +61,17 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
     """
     setup.check()
     found = conditions(setup)
-    runs = [{path: _measure_path(setup, path) for path in ("router", "direct")} for _ in range(setup.repeats)]
-    paths = {path: _together([run[path] for run in runs]) for path in ("router", "direct")}
+    runs = [{path: _measure_path(setup, path) for path in paths_of(setup)} for _ in range(setup.repeats)]
+    paths = {path: _together([run[path] for run in runs]) for path in runs[0]}
     delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
     added = {name: round(delays[name] - base[name], 3) for name in SHARES}
     errors = [error for run in runs for path in run.values() for error in path.pop("errors")]
     result = {"conditions": found, **paths, "added_ms": added, "goal_ms": GOAL_MS, "errors": errors[:5]}
     return {**result, "carried": is_carried(result), "runs": runs}
+
+
+def paths_of(setup: CapacityOptions) -> list[str]:
+    return [path for path in METHODS if path != "separate" or setup.separate]
 
 
 def search(setup: CapacityOptions) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
-    """Measure the path through routers ("router"), or straight from the fake nodes ("direct")."""
+    """Measure one path of `METHODS`."""
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         direct = path == "direct"
@@ -135,7 +142,7 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
         for address in () if direct else addresses:
             _await_nodes(processes, address, 1 + setup.decode_nodes)
-        began, ended, used, rss = _load(setup, processes, DIRECT_METHOD if direct else METHOD, addresses)
+        began, ended, used, rss = _load(setup, processes, METHODS[path], addresses)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
@@ -257,12 +264,15 @@ def _table(run: Mapping[str, Any]) -> list[str]:
     setup, router = run["conditions"], run["router"]
     head = f"{'':8}{'tokens/s':>10}" + "".join(f"{name + ' ms':>10}" for name in SHARES) + f"{'TTFT p99':>10}"
     lines = [f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms", head]
-    for path in ("router", "direct"):
+    paths = [path for path in METHODS if path in run]
+    for path in paths:
         delays = "".join(f"{run[path]['latency_ms'][name]:>10.2f}" for name in SHARES)
         lines.append(f"{path:8}{run[path]['tokens_per_s']:>10.0f}{delays}{run[path]['ttft_ms']['p99']:>10.1f}")
     lines.append(f"{'added':8}{'':10}" + "".join(f"{run['added_ms'][name]:>10.2f}" for name in SHARES))
-    cpu = ", ".join(f"{kind} {1000 * value:.1f}" for kind, value in router["cpu_s_per_1000_tokens"].items())
-    lines.append(f"CPU ms per 1000 tokens: {cpu}; router RSS {router['rss_mib']['router']:.0f} MiB")
+    for path in paths:
+        cpu = ", ".join(f"{kind} {1000 * value:.1f}" for kind, value in run[path]["cpu_s_per_1000_tokens"].items())
+        lines.append(f"{path}: CPU ms per 1000 tokens: {cpu}")
+    lines.append(f"router RSS {router['rss_mib']['router']:.0f} MiB")
     wrong = f"{router['wrong']} of {router['samples']} samples wrong"
     verdict = "carried" if run["carried"] else "not carried"
     return [*lines, f"{verdict}: {wrong}, goal {run['goal_ms']:g} ms added up to p99"]

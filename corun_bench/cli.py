@@ -18,7 +18,7 @@ from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
 from corun_bench import compare, results
-from corun_bench.options import BenchOptions, CapacityOptions, KernelOptions
+from corun_bench.options import BenchOptions, CapacityOptions, KernelOptions, PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +29,20 @@ class Bench(BenchOptions):
 
     examples:
       corun bench                                             the tiny model on this machine's CPU
-      corun bench --model /models/qwen3 --gpus 0 --systems std,bi,colocated,cluster --workloads paper
+      corun bench --model /models/qwen3 --gpus 0 --systems std,bi,cluster:colocated,cluster --workloads paper
       corun bench --model /models/qwen3 --gpus 0 1 --systems std,pd-std,cluster:1p1d,cluster:shared
       corun bench --systems --url http://127.0.0.1:8000       any OpenAI-compatible server
       corun bench compare a.json b.json                       two results
       corun bench report result.json -o report                pictures and a page
       corun bench kernels | router                            kernels of this device, capacity of a router
+      corun bench plan in=512,out=256 --num-gpus 8 …          how many nodes of which kind a workload needs
       corun bench serve --base-url http://127.0.0.1:8000 …    vLLM's own client, vllm bench serve
 
-    Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
-    colocated+ladder (with smaller decode steps where they give the same bits), pd-std (stock prefill and decode over
-    NIXL), cluster (this project), std+nosplit and std+isolated (steps of the ablation). The placement of a pair follows
-    a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a second colon sets its slots:
-    cluster:1p1d:512. All others run one engine per GPU.
+    Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), pd-std (stock prefill and decode over NIXL),
+    cluster (this project). Ablations, one engine per GPU without a cluster: colocated (the paper's CoRun),
+    colocated+ladder (with smaller decode steps where they give the same bits), std+nosplit, std+isolated. A placement
+    follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (a pair on every GPU), cluster:colocated (a colocated
+    node on every GPU), cluster:1p1d1c (a mix); a second colon sets the slots: cluster:1p1d:512.
 
     Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
     rl=32x8,in=512,out=256 (prompts x samples); paper (the paper's six). Every request generates all its tokens
@@ -172,6 +173,41 @@ class RouterBench(CapacityOptions):
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanOptions):
+    """Advise how many prefill, decode and colocated nodes a workload needs.
+
+    Simulates the placements that fit on a number of GPUs, with the router's own choice of nodes and with the measured
+    rates of a node, and advises the one with the most output tokens or, with targets, the most good requests. Without a
+    number of GPUs it seeks the fewest that reach the targets at a request rate. Prints a table, the reason and one JSON
+    line. A placement is written as 2p1d (prefill and decode nodes), 3c (colocated nodes) or 1p1d2c.
+
+    Rates come from a result of corun bench, or from options; none has a default. The system that is measured may have
+    any placement. How long KV takes from GPU to GPU shows only where prefill and decode have GPUs of their own.
+
+    examples:
+      corun bench --model DIR --gpus 0 1 --systems cluster:1p1d -o measured      measure the rates first
+      corun bench plan in=512,out=256 --measured measured/result.json --num-gpus 8
+      corun bench plan burstgpt --measured measured/result.json --request-rate 40 --goodput ttft:500 tpot:30
+      corun bench plan in=512,out=256 --num-gpus 2 --prefill-tokens-per-s 40000 --decode-step-ms 44:6.5 256:15.1
+          --handoff-us-per-token 3.4 --slots 256
+    """
+
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    """File to write the JSON line to, as well."""
+
+    def run(self) -> int:
+        planner, progress = _load("corun_bench.plan", "corun bench plan", "bench"), Console(stderr=True)
+        found = planner.plan(self, lambda text: progress.print(text, style="dim"))
+        console = Console(highlight=False, markup=False)
+        console.width = max(console.width, 130)  # A file has no width.
+        planner.show(found, console)
+        print(line := json.dumps(found))
+        if self.output is not None:
+            self.output.write_text(line + "\n", encoding="utf-8")
+        return 0
+
+
 @dataclass(frozen=True)
 class BenchServe:
     """Measure a gateway with vLLM's own client.
@@ -204,6 +240,7 @@ COMMANDS: dict[str, type[Any]] = {
     "bench report": Report,
     "bench kernels": Kernels,
     "bench router": RouterBench,
+    "bench plan": Plan,
     "bench serve": BenchServe,
 }
 

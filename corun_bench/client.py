@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import cached_property
 from typing import Any
 
 import aiohttp
 import grpc
 from aiohttp.http_exceptions import HttpProcessingError
 
+from corun.client.outputs import Outputs
+from corun.client.routers import Deadline
 from corun.errors import InvalidArgumentError, UnavailableError, from_rpc_error
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
+from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 from corun_bench.driver import Outcome, Request, Target
 from corun_bench.systems import TEMPERATURE
 
-METHOD = "/corun.v1.ClusterService/Generate"
 TIMEOUT_S = 3600.0
 """The time limit for one request, from its sending to its last token; the driver's own timeout is shorter."""
 CONNECT_TIMEOUT_S = 30.0
@@ -35,42 +39,46 @@ MAX_SHOWN = 200
 """The number of characters of a server's error that are kept."""
 
 
-class ClusterTarget(Target):
-    """A router. A cluster keeps no KV from one request to the next, so there is nothing to forget.
+Received = tuple[float, pb.GenerateResponse | bytes]
+"""When a response came, and the response as it came."""
 
-    method: another method with the same messages.
+
+class ClusterTarget(Target):
+    """A router, used as the SDK uses it: the responses of all requests share a stream.
+
+    A wave of requests that ends brings thousands of responses; to read them at once would delay the next wave.
     """
 
-    def __init__(self, address: str, method: str = METHOD) -> None:
-        self._channel = channel(address)
-        serialize = pb.GenerateRequest.SerializeToString
-        self._received: list[tuple[Outcome, list[tuple[float, bytes]]]] = []
-        self._generate = self._channel.unary_stream(method, request_serializer=serialize, response_deserializer=None)
+    def __init__(self, address: str) -> None:
+        self.channel = channel(address)
+        self._received: list[tuple[Outcome, list[Received]]] = []
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
         params = SamplingParams(
             temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
         )
         message = codec.generate_request(request.prompt_token_ids, params, seed=request.seed)
-        received: list[tuple[float, bytes]] = []
-        call = self._generate(message, timeout=TIMEOUT_S)
+        received: list[Received] = []
+        self._received.append((outcome, received))
         try:
-            received.extend([(clock(), data) async for data in call])
+            async with aclosing(self.responses(message)) as responses:
+                received.extend([(clock(), response) async for response in responses])
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        finally:
-            call.cancel()
-            self._received.append((outcome, received))
+
+    def responses(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse | bytes, None]:
+        """Send a request and yield its responses."""
+        return self._outputs.generate(message, Deadline(TIMEOUT_S))
+
+    @cached_property
+    def _outputs(self) -> Outputs[pb.GenerateResponse]:
+        return Outputs(ClusterServiceStub(self.channel), lambda call: call, lambda response: response)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
-        """Decode the messages of the run.
-
-        A wave of requests that ends brings thousands of them; to decode them at once would delay the next wave.
-        """
         for outcome, received in self._received:
             digest = ""
             for at, data in received:
-                message = pb.GenerateResponse.FromString(data)
+                message = pb.GenerateResponse.FromString(data) if isinstance(data, bytes) else data
                 if message.token_ids:
                     outcome.arrivals.append((at, len(message.token_ids)))
                     outcome.token_ids += message.token_ids
@@ -81,10 +89,30 @@ class ClusterTarget(Target):
         self._received.clear()
 
     async def connected(self) -> None:
-        await self._channel.channel_ready()
+        await self.channel.channel_ready()
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        await self.channel.close(None)
+
+
+class StreamTarget(ClusterTarget):
+    """A router, or what stands in for one, with a stream for each request, as clients without the SDK may use it.
+
+    method: a method with the messages of Generate.
+    """
+
+    def __init__(self, address: str, method: str) -> None:
+        super().__init__(address)
+        serialize = pb.GenerateRequest.SerializeToString
+        self._generate = self.channel.unary_stream(method, request_serializer=serialize, response_deserializer=None)
+
+    async def responses(self, message: pb.GenerateRequest) -> AsyncGenerator[bytes, None]:
+        call = self._generate(message, timeout=TIMEOUT_S)
+        try:
+            async for data in call:
+                yield data
+        finally:
+            call.cancel()
 
 
 class OpenAiTarget(Target):

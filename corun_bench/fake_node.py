@@ -64,12 +64,15 @@ class StepEngine:
 
     def __init__(self, step_s: float, slots: int) -> None:
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
+        self.on_read: Callable[[Sequence[str]], None] = lambda _: None
         self._step_s = step_s
         self._slots = slots
         self._left: dict[str, int] = {}  # Tokens to come, by request id.
+        self._started: list[str] = []  # The requests whose KV counts as read in the next step.
 
     async def start(self, request: DecodeRequest) -> None:
         self.add(request.request_id, request.params.max_tokens)
+        self._started.append(request.request_id)
 
     def add(self, request_id: str, num_tokens: int) -> None:
         self._left[request_id] = num_tokens
@@ -90,6 +93,8 @@ class StepEngine:
     def step(self, token_id: int) -> None:
         """Emit one step now."""
         logprob = time_code(time.monotonic())
+        started, self._started = self._started, []
+        self.on_read(started)
         rows, left = [], self._left
         for request_id, num_left in list(itertools.islice(left.items(), self._slots)):
             if num_left == 1:
@@ -158,7 +163,7 @@ async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Eve
     else:
         table = SlotTable(slots=options.slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE)
         service = DecodeService(ref, engine, table, lease_ttl_ms=60_000)
-        engine.on_step = service.on_step
+        engine.on_step, engine.on_read = service.on_step, service.on_read
         server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, service)
     await server.start()
     info = NodeInfo(

@@ -83,6 +83,7 @@ _KNOWN = {
     "cluster": Look("#004E7C", "D"),
     "cluster:1p1d": Look("#0072B2", "D"),
     "cluster:shared": Look("#56B4E9", "P"),
+    "cluster:colocated": Look("#0A9396", "X"),
     "std+nosplit": Look("#A9A9A9", "<", _DASHED),
     "std+isolated": Look("#D55E00", ">", _DASHED),
     # Variants of kernels; `std` and `bi` look like those systems.

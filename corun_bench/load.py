@@ -23,7 +23,7 @@ from pathlib import Path
 import uvloop
 
 from corun.errors import CorunError
-from corun_bench.client import ClusterTarget
+from corun_bench.client import ClusterTarget, StreamTarget
 from corun_bench.driver import Outcome, Request
 from corun_bench.options import CapacityOptions
 
@@ -66,7 +66,8 @@ def age_s(logprob: float, now: float) -> float:
 class Load:
     """The closed loop of one process of several.
 
-    index: the number of this process. addresses: host:port of the routers, or of the fake nodes without a router.
+    index: the number of this process. method: the method of a stream for each sample; empty: the samples of a
+    connection share one. addresses: host:port of the routers, or of the fake nodes without a router.
     output: the file of the results. A file beside it, .times, has two doubles per token: `LoadResults.times`. An empty
     file beside it, .ready, says that the load begins.
     """
@@ -84,7 +85,10 @@ class Load:
 
     async def run(self, stop: asyncio.Event) -> LoadResults:
         """Run until `stop` is set, then wait for the samples in flight."""
-        targets = [ClusterTarget(address, self._method) for address in self._addresses]
+        targets = [
+            StreamTarget(address, self._method) if self._method else ClusterTarget(address)
+            for address in self._addresses
+        ]
         try:
             await asyncio.wait_for(asyncio.gather(*(one.connected() for one in targets)), CONNECT_S)
             self._output.with_suffix(".ready").touch()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from corun import Client, ClusterStatus, UnavailableError
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
+from corun.config.fields import ColocatedConfig, DecodeConfig, NodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.node.vllm.start import free_port
 from corun.types import NodeState, NodeStatus
@@ -42,9 +42,14 @@ FREEDOMS = {
     "packed": "packed_prefill",
     "chunks": "free_chunks",
     "cached": "prefix_caching",
+    "mixed": "mixed_steps",
 }
 """The settings that allow nodes other ways to compute the same bits, by the name of the freedom."""
-CONFIGS: dict[str, type[NodeConfig]] = {"prefill_node": PrefillConfig, "decode_node": DecodeConfig}
+CONFIGS: dict[str, type[NodeConfig]] = {
+    "prefill_node": PrefillConfig,
+    "decode_node": DecodeConfig,
+    "colocated_node": ColocatedConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +58,13 @@ class Topology:
 
     model: str
     """Directory of a checkpoint, or "tiny"."""
-    prefill_gpus: tuple[int, ...] = (0,)
-    """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them."""
-    decode_gpus: tuple[int, ...] = (0,)
-    """GPUs of the decode nodes. Nodes that share a GPU share its memory."""
+    prefill_gpus: tuple[int, ...] | None = None
+    """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them. By default 0, but none if
+    there are colocated nodes."""
+    decode_gpus: tuple[int, ...] | None = None
+    """GPUs of the decode nodes, with the same default. Nodes that share a GPU share its memory."""
+    colocated_gpus: tuple[int, ...] = ()
+    """GPUs of the colocated nodes."""
     tensor_parallel_size: int = 1
     """GPUs of each node."""
     gpu_memory_utilization: float = 0.0
@@ -67,7 +75,7 @@ class Topology:
     """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
     threads: int = 0
     """Threads of each engine on a CPU; 0: all cores."""
-    freedoms: Literal["all", "none", "rows", "packed", "chunks", "cached"] = "all"
+    freedoms: Literal["all", "none", "rows", "packed", "chunks", "cached", "mixed"] = "all"
     """Which other ways to compute the same bits the nodes may use, each where they have a certificate for it."""
     decode_split: Literal["none", "own-length"] = "none"
     """How decode nodes cut a row's KV; not for CPUs."""
@@ -85,10 +93,29 @@ class Topology:
 
     @property
     def nodes(self) -> list[NodePlan]:
-        """All nodes, prefill nodes first."""
-        prefill = [NodePlan(f"p{i}", "prefill_node", gpus) for i, gpus in enumerate(self._split(self.prefill_gpus))]
-        decode = [NodePlan(f"d{i}", "decode_node", gpus) for i, gpus in enumerate(self._split(self.decode_gpus))]
-        return prefill + decode
+        """All nodes, prefill nodes first.
+
+        Raises ValueError if GPUs are left over, or if no node computes prompts, or none samples.
+        """
+        default = () if self.colocated_gpus else (0,)
+        gpus = {
+            "prefill_node": default if self.prefill_gpus is None else self.prefill_gpus,
+            "decode_node": default if self.decode_gpus is None else self.decode_gpus,
+            "colocated_node": self.colocated_gpus,
+        }
+        for side in ("prefill_node", "decode_node"):
+            if not (gpus[side] or self.colocated_gpus):
+                raise ValueError(f"there must be a {side} or a colocated_node")
+        return [
+            NodePlan(f"{module[0]}{index}", module, own)
+            for module, found in gpus.items()
+            for index, own in enumerate(self._split(found))
+        ]
+
+    @property
+    def node_ids(self) -> set[str]:
+        """The nodes that the router is going to know."""
+        return {name for node in self.nodes for name in node.node_ids}
 
     def share(self, node: NodePlan) -> float:
         """Return the share of its GPUs' memory that a node takes."""
@@ -98,10 +125,10 @@ class Topology:
     def flags(self, node: NodePlan) -> list[str]:
         """Return the node's command line after `python -m <module>`, without the router's address."""
         found = ["--node-id", node.name, "--model", self.model_path, "--max-model-len", str(self.model_len)]
-        found += ["--chunk-size", str(self.chunk_size)] if node.module == "prefill_node" else []
-        found += ["--slots", str(self.slots)] if node.module == "decode_node" else []
+        found += ["--chunk-size", str(self.chunk_size)] if node.module != "decode_node" else []
+        found += ["--slots", str(self.slots)] if node.module != "prefill_node" else []
         found += ["--threads", str(self.threads)] if self.threads else []
-        found += ["--decode-split", self.decode_split] if node.module == "decode_node" else []
+        found += ["--decode-split", self.decode_split] if node.module != "prefill_node" else []
         found += self._switches(CONFIGS[node.module])
         if has_gpu():
             found += ["--gpu-memory-utilization", str(self.share(node))]
@@ -116,7 +143,7 @@ class Topology:
 
     def _split(self, gpus: tuple[int, ...]) -> list[tuple[int, ...]]:
         size = self.tensor_parallel_size
-        if not gpus or len(gpus) % size:
+        if len(gpus) % size:
             raise ValueError(f"GPUs {gpus} cannot be shared out to nodes of {size}")
         return [gpus[start : start + size] for start in range(0, len(gpus), size)]
 
@@ -129,6 +156,11 @@ class NodePlan:
     module: str
     gpus: tuple[int, ...]
 
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """The nodes that the router knows it as."""
+        return (f"{self.name}-prefill", f"{self.name}-decode") if self.module == "colocated_node" else (self.name,)
+
 
 @dataclass
 class Nodes:
@@ -138,7 +170,7 @@ class Nodes:
     processes: Processes
     port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     prefill_flags: tuple[str, ...] = ("--kv-check-fraction", "1.0")
-    """Flags of prefill nodes; by default they check all KV that they hand over."""
+    """Flags of nodes that compute prompts; by default they check all KV that they hand over."""
     router_flags: tuple[str, ...] = ()
     member_flags: tuple[str, ...] = ()
     """Flags of the router and of every node."""
@@ -187,7 +219,7 @@ class Nodes:
 
     def start_node(self, node: NodePlan) -> None:
         flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
-        flags += self.prefill_flags if node.module == "prefill_node" else ()
+        flags += self.prefill_flags if node.module != "decode_node" else ()
         with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, node.gpus)) if has_gpu() else None):
             self.processes.start(node.name, node.module, *flags)
         self.started[node.name] = time.monotonic()
@@ -199,21 +231,23 @@ class Nodes:
     def restart(self, name: str, timeout_s: float) -> None:
         """Kill a node and start its next generation; return when the new one is ready."""
         deadline = time.monotonic() + timeout_s
-        old = self.generation(name)
+        node = next(node for node in self.topology.nodes if node.name == name)
+        old = self.generation(node)
         self.kill(name)
-        self.start_node(next(node for node in self.topology.nodes if node.name == name))
-        while self.generation(name) in ("", old) or not self.all_ready():
+        self.start_node(node)
+        while self.generation(node) in ("", old) or not self.all_ready():
             self._check(deadline)
             time.sleep(POLL_S)
         self._joined()
 
-    def generation(self, name: str) -> str:
+    def generation(self, node: NodePlan) -> str:
         """Return the generation of a node; empty while the router does not know the node."""
-        return next((status.node.ref.generation for status in self._nodes() if status.node.ref.node_id == name), "")
+        refs = (status.node.ref for status in self._nodes())
+        return next((ref.generation for ref in refs if ref.node_id in node.node_ids), "")
 
     def all_ready(self) -> bool:
         ready = {status.node.ref.node_id for status in self._nodes() if status.state is NodeState.READY}
-        return ready == {node.name for node in self.topology.nodes}
+        return ready == self.topology.node_ids
 
     def stop(self) -> dict[str, int | str]:
         """Stop all processes and return their exit codes; "killed" for a process that had to be killed.
@@ -253,13 +287,13 @@ class Nodes:
         found = self.status()
         return () if found is None else found.nodes
 
-    def _joined(self) -> set[str]:
-        """Return the nodes that the router knows; note when each was first seen."""
+    def _joined(self) -> None:
+        """Note when each node was first seen at the router."""
         found = {status.node.ref.node_id for status in self._nodes()}
-        for name in found & self.started.keys():
+        here = {node.name for node in self.topology.nodes if found.issuperset(node.node_ids)}
+        for name in here & self.started.keys():
             self.seconds.setdefault(name, []).append(round(time.monotonic() - self.started.pop(name), 1))
             self.on_up(name)
-        return found
 
     def _check(self, deadline: float) -> None:
         """Raise StartError if it makes no sense to wait longer."""

@@ -155,8 +155,10 @@ class CapacityOptions:
     """Processes that the clients are spread over."""
     processes: int = 1
     """Router processes, each on a port of its own; the clients are spread over them."""
+    separate: bool = False
+    """Measure the router with a stream for each sample as well, as clients without the SDK may use it."""
     repeats: int = 1
-    """How often both paths are measured, in turn; the figures are medians."""
+    """How often all paths are measured, in turn; the figures are medians."""
     ramp_s: float = 4.0
     """Seconds over which the first samples are sent."""
     warmup_s: float = 3.0
@@ -182,6 +184,73 @@ class CapacityOptions:
         for name in ("step_ms", "seconds"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(name, getattr(self, name), "must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `corun bench plan` plans for, and from which rates."""
+
+    workload: tyro.conf.Positional[str]
+    """Workload, named as in corun bench --workloads."""
+    measured: OptionalPath = None
+    """result.json of corun bench, for the rates that no option gives."""
+    system: str = ""
+    """System of that file whose rates count; by default its only cluster, or its only system."""
+    prefill_tokens_per_s: float | None = None
+    """Prompt tokens a second that one node prefills, with prompts as long as the workload's."""
+    decode_step_ms: tuple[str, ...] = ()
+    """Time of a decode step by its rows, as ROWS:MS: 1:6.1 64:7.5 256:15.1."""
+    handoff_us_per_token: float | None = None
+    """Time to read the KV of a prompt token from another GPU, in microseconds."""
+    slots: int | None = None
+    """Slots of each node that decodes."""
+    kv_tokens: int | None = None
+    """KV room of each node that decodes, in tokens; 0: enough for all of its slots."""
+    num_gpus: int = 0
+    """GPUs to place nodes on; 0: as few as reach the goodput."""
+    gpus_per_node: int = 1
+    """GPUs of each node, its tensor-parallel size; the rates are those of such a node."""
+    request_rate: float = math.inf
+    """Requests a second; inf: a closed loop that sends the next when one ends."""
+    burstiness: float = 1.0
+    """Burstiness of the gaps between requests: 1 is Poisson, less is burstier."""
+    goodput: tuple[str, ...] = ()
+    """Targets in ms that a good request keeps, as in ttft:200 tpot:50."""
+    attain: float = 0.95
+    """Share of the requests that must be good."""
+    placements: tuple[str, ...] = ()
+    """Placements to simulate, as in 2p1d 3c 1p1d2c; by default those that fit the GPUs."""
+    max_concurrency: int = 0
+    """Requests in flight in a closed loop; 0: one for each GPU and slot."""
+    num_prompts: int = 0
+    """Requests of each simulated run; 0: two for each in flight, or a minute of arrivals, and at least 300."""
+    seed: int = 0
+    """Seed of lengths and arrivals."""
+    model: str = "tiny"
+    """Model whose tokenizer counts the tokens of workloads of text."""
+    max_model_len: int = 8192
+    """Most tokens of one request, prompt and output together."""
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError for a value out of range."""
+        for name in ("prefill_tokens_per_s", "slots", "request_rate", "burstiness"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise InvalidArgumentError(name, value, "must be above 0")
+        for name in ("handoff_us_per_token", "kv_tokens"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise InvalidArgumentError(name, value, "must be at least 0")
+        for name, least in {"num_gpus": 0, "gpus_per_node": 1, "max_concurrency": 0, "num_prompts": 0}.items():
+            _check(name, getattr(self, name), least)
+        _check("max_model_len", self.max_model_len, 2)
+        check_seed(self.seed)
+        if not 0 < self.attain <= 1:
+            raise InvalidArgumentError("attain", self.attain, "must be above 0 and at most 1")
+        if self.num_gpus % self.gpus_per_node:
+            limit = f"must be a multiple of gpus_per_node, {self.gpus_per_node}"
+            raise InvalidArgumentError("num_gpus", self.num_gpus, limit)
+        if not self.num_gpus and not self.placements and (math.isinf(self.request_rate) or not self.goodput):
+            limit = "must be given, or request_rate and goodput, for which the fewest GPUs are sought"
+            raise InvalidArgumentError("num_gpus", self.num_gpus, limit)
 
 
 def _check(name: str, value: int, least: int, most: int | None = None) -> None:

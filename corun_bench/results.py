@@ -32,7 +32,7 @@ KERNELS_SCHEMA = "corun-bench-kernels-1"
 STD = "std"
 ORDER = ("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder", "pd-std", "cluster")
 """Kinds of systems in the order in which they are shown; other systems follow in the order of the files."""
-PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared")
+PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared", "cluster:colocated")
 """The placements of the kind that has several, in the order in which they are shown; other placements follow."""
 Json = dict[str, Any]
 """A JSON object in a file, or the whole content of a file."""

@@ -151,13 +151,16 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
 @asynccontextmanager
 async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
     began = time.monotonic()
-    prefill, decode = system.places(machine)
     on_gpu = bool(machine.gpus)
-    devices = [machine.device(place) if on_gpu else (place,) for place in (*prefill, *decode)]
+    prefill, decode, colocated = (
+        tuple(gpu for place in places for gpu in (machine.device(place) if on_gpu else (place,)))
+        for places in system.places(machine)
+    )
     topology = Topology(
         model=machine.model,
-        prefill_gpus=tuple(gpu for device in devices[: len(prefill)] for gpu in device),
-        decode_gpus=tuple(gpu for device in devices[len(prefill) :] for gpu in device),
+        prefill_gpus=prefill,
+        decode_gpus=decode,
+        colocated_gpus=colocated,
         tensor_parallel_size=machine.tensor_parallel_size,
         slots=system.slots_on(machine),
         chunk_size=machine.chunk_size,

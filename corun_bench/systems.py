@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from corun.errors import InvalidArgumentError
 
 KINDS = {
     "std": "stock vLLM",
     "bi": "stock vLLM, batch-invariant (VLLM_BATCH_INVARIANT=1)",
-    "colocated": "the paper's CoRun: isolated prefill and fixed-shape decode in one engine",
-    "colocated+ladder": "colocated, with smaller decode steps where they were found to give the same bits",
+    "colocated": "the paper's CoRun in one engine without a cluster: isolated prefill, fixed-shape decode (ablation)",
+    "colocated+ladder": "colocated, with smaller decode steps where they were found to give the same bits (ablation)",
     "pd-std": "stock vLLM, prefill and decode apart over NIXL, behind a plain proxy",
-    "cluster": "this project: prefill nodes, decode nodes and a router",
+    "cluster": "this project: prefill nodes, decode nodes, colocated nodes or a mix of them, and a router",
     "std+nosplit": "std without split-KV in decode attention (ablation)",
     "std+isolated": "std+nosplit with isolated prefill (ablation)",
 }
@@ -30,9 +30,11 @@ PAIRED = ("pd-std", "cluster")
 """The kinds whose prefill and decode run in separate processes."""
 SHARED = "shared"
 """The placement with a prefill and a decode process on every GPU."""
+COLOCATED = "colocated"
+"""The placement with a colocated node on every GPU."""
 GPU_MEMORY = 0.84
 """The share of a GPU's memory for all engines on it together; graphs, NIXL and CUDA contexts come on top."""
-_PLACEMENT = re.compile(r"(\d+)p(\d+)d")
+_PLACEMENT = re.compile(r"(\d+)p(\d+)d(?:(\d+)c)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +95,24 @@ class EngineSettings(Machine):
         return self.kind.startswith("colocated")
 
 
+class Places(NamedTuple):
+    """The places of a system's engines. Prefill and decode have the same ones where a stock engine does both."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    colocated: tuple[int, ...] = ()
+    """The places of colocated nodes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """A system by its name, as in "std", "cluster:2p1d", "cluster:shared", "colocated::512" (512 slots)."""
+    """A system by its name, as in "std", "cluster:2p1d1c", "cluster:colocated", "colocated::512" (512 slots)."""
 
     name: str
     kind: str
     placement: str = ""
-    """The placement of prefill and decode: "XpYd", "shared", or empty for what the GPUs allow."""
+    """The placement of prefill, decode and colocated nodes: "XpYd", "XpYdZc", "shared", "colocated", or empty for the
+    pairs that the GPUs allow."""
     slots: int = 0
     """The number of slots; 0: the machine's."""
 
@@ -111,8 +123,12 @@ class System:
         placement, _, slots = rest.partition(":")
         if kind not in KINDS:
             raise InvalidArgumentError("systems", name, f"must be one of {', '.join(KINDS)}")
-        if placement and (kind not in PAIRED or not (placement == SHARED or _PLACEMENT.fullmatch(placement))):
+        found = _PLACEMENT.fullmatch(placement)
+        if placement and (kind not in PAIRED or not (found or placement in (SHARED, COLOCATED))):
             limit = f"must be shared or XpYd, as in cluster:2p1d, and only {' and '.join(PAIRED)} have one"
+            raise InvalidArgumentError("systems", name, limit)
+        if kind != "cluster" and (placement == COLOCATED or (found and found[3])):
+            limit = "must be without colocated nodes: only cluster has them, as in cluster:colocated or cluster:1p1d1c"
             raise InvalidArgumentError("systems", name, limit)
         if slots and not slots.isdecimal():
             raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
@@ -127,39 +143,47 @@ class System:
     def slots_on(self, machine: Machine) -> int:
         return self.slots or machine.slots
 
-    def places(self, machine: Machine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the places of its prefill engines and of its decode engines; the same ones where an engine does both.
+    def places(self, machine: Machine) -> Places:
+        """Return the places of its engines.
 
-        Raises InvalidArgumentError if the machine has too few places.
+        Raises InvalidArgumentError if the machine has too few places, or if nobody would prefill or decode.
         """
         if self.kind == "bi" and not machine.gpus:
             raise InvalidArgumentError("systems", self.name, "needs a GPU: vLLM has no batch-invariant mode on a CPU")
         devices = machine.num_devices
         everywhere = tuple(range(devices))
         if self.kind not in PAIRED or self.placement == SHARED:
-            return everywhere, everywhere
-        found = _PLACEMENT.fullmatch(self.placement)
-        prefill, decode = (int(found[1]), int(found[2])) if found else (max(1, devices // 2), max(1, -(-devices // 2)))
-        if not machine.gpus or (devices == 1 and not found):
-            return (0,) * prefill, (0,) * decode
-        if not 0 < prefill < devices or not 0 < decode <= devices - prefill:
+            return Places(everywhere, everywhere)
+        if self.placement == COLOCATED:
+            return Places((), (), everywhere)
+        if not (found := _PLACEMENT.fullmatch(self.placement)):
+            if devices == 1:
+                return Places((0,), (0,))
+            return Places(everywhere[: devices // 2], everywhere[devices // 2 :])
+        prefill, decode, colocated = (int(number or 0) for number in found.groups())
+        if not min(prefill, decode) + colocated:
+            raise InvalidArgumentError("systems", self.name, "must have a node for prefill and one for decode")
+        if not machine.gpus:
+            return Places((0,) * prefill, (0,) * decode, (0,) * colocated)
+        if prefill + decode + colocated > devices:
             limit = f"must leave a GPU to each engine; there are {devices} places"
             raise InvalidArgumentError("systems", self.name, limit)
-        return everywhere[:prefill], everywhere[prefill : prefill + decode]
+        first = prefill + decode
+        return Places(everywhere[:prefill], everywhere[prefill:first], everywhere[first : first + colocated])
 
     def gpus(self, machine: Machine) -> dict[str, int]:
         """Return how many GPUs (or CPUs) prefill, decode and both together use."""
-        prefill, decode = self.places(machine)
+        prefill, decode, colocated = (set(places) for places in self.places(machine))
         size = machine.tensor_parallel_size
         return {
-            "prefill": len({*prefill}) * size,
-            "decode": len({*decode}) * size,
-            "total": len({*prefill, *decode}) * size,
+            "prefill": len(prefill | colocated) * size,
+            "decode": len(decode | colocated) * size,
+            "total": len(prefill | decode | colocated) * size,
         }
 
     def engines(self, machine: Machine) -> list[EngineSettings]:
         """Return the engines of a system other than the cluster, in the order of their start."""
-        prefill, decode = self.places(machine)
+        prefill, decode, _ = self.places(machine)
         if self.kind in PAIRED:
             roles = [("prefill", place) for place in prefill] + [("decode", place) for place in decode]
             share = round(GPU_MEMORY / (2 if {*prefill} & {*decode} else 1), 2)
@@ -176,13 +200,11 @@ class System:
 
     def describe(self, machine: Machine) -> dict[str, Any]:
         """Return the description of the system for the result file."""
-        prefill, decode = self.places(machine)
-        places = {"prefill": [machine.device(place) for place in prefill]} if self.kind in PAIRED else {}
-        return {
-            "what": KINDS[self.kind],
-            **places,
-            ("decode" if self.kind in PAIRED else "engines"): [machine.device(place) for place in decode],
-        }
+        places = self.places(machine)
+        devices = {name: [machine.device(place) for place in found] for name, found in places._asdict().items()}
+        if self.kind not in PAIRED:
+            devices = {"engines": devices["decode"]}
+        return {"what": KINDS[self.kind], **{name: found for name, found in devices.items() if found}}
 
 
 def parse_systems(names: Sequence[str]) -> list[System]:

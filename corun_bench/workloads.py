@@ -48,6 +48,8 @@ MAX_LENGTH = 2**20
 MAX_SAMPLES = 2**16
 FIRST_TOKEN = 3
 """Random tokens are in [3, vocabulary): the first few are special in most vocabularies."""
+ONE_TOKEN = FIRST_TOKEN + 1
+"""The smallest vocabulary. It makes prompts quickly for those who need only their lengths: all tokens are the same."""
 BLAZEDIT_OUTPUT_TOKENS = 4000
 """vLLM's output length for Blazedit: about 10,000 characters of code, and a margin."""
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
@@ -299,6 +301,8 @@ class _Maker:
         return samples
 
     def _random(self, number: int, length: int) -> tuple[int, ...]:
+        if self._vocab_size == ONE_TOKEN:
+            return (FIRST_TOKEN,) * length
         drawn = integers(self._seed, f"{self._spec.name}/prompt/{number}", length, self._vocab_size - FIRST_TOKEN)
         return tuple(FIRST_TOKEN + value for value in drawn)
 

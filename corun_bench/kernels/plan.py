@@ -22,7 +22,6 @@ from typing import Any
 
 from corun.errors import InvalidArgumentError
 from corun.node.vllm import pin
-from corun.types import NodeRole
 from corun_bench.options import KernelName, KernelOptions
 
 NAMES: dict[KernelName, str] = {
@@ -191,6 +190,6 @@ def _tasks(shapes: Shapes, options: KernelOptions) -> Iterator[Task]:
 
 def _environment(task: Task, device: str) -> dict[str, str]:
     if task.variant == "nosplitk":
-        settings = pin.gpu_settings(NodeRole.DECODE)
+        settings = pin.gpu_settings()
         return {name: settings[name] for name in _CUBLAS}
     return _COLLECTIVES.get(task.variant, {}) if task.op == "all_reduce" and device == "cuda" else {}

@@ -12,7 +12,7 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun_bench import capacity
-from corun_bench.capacity import _load, _together, is_carried, quantiles
+from corun_bench.capacity import _load, _together, is_carried, paths_of, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
 from corun_bench.driver import Outcome
@@ -28,7 +28,8 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "found.json"
-    options = {**SMALL, "seconds": 1.0, "ramp_s": 0.1, "warmup_s": 0.2, "client_processes": 2, "output": path}
+    options = {**SMALL, "seconds": 0.5, "ramp_s": 0.1, "warmup_s": 0.2, "client_processes": 2}
+    options |= {"output": path, "separate": True}
     assert RouterBench(**options).run() == 0
     *table, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -36,7 +37,7 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     assert table[0].startswith("conditions: decode_nodes 2, slots 3")
     assert (found["conditions"]["engines"], found["conditions"]["client_processes"]) == ("fake", 2)
     assert {"cpus", "processor", "load_average", "python", "grpcio", "uvloop"} <= found["conditions"].keys()
-    for name in ("router", "direct"):
+    for name in ("router", "separate", "direct"):
         figures = found[name]
         assert figures["wrong"] == 0, found["errors"]
         assert figures["samples"] > 6
@@ -55,6 +56,12 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     *table, line = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("2 x 3 slots") for line in table) == 2
     assert table[-1] == f"carried: {json.loads(line)['carried_decode_nodes']} decode nodes"
+
+
+def test_streams_of_their_own_are_measured_if_asked_for() -> None:
+    """They saturate a router long before a shared stream does, which would end a search."""
+    assert paths_of(CapacityOptions()) == ["router", "direct"]
+    assert paths_of(CapacityOptions(separate=True)) == ["router", "separate", "direct"]
 
 
 class LateClients(Processes):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun_bench.systems import KINDS, Machine, System, parse_systems
+from corun_bench.systems import KINDS, Machine, Places, System, parse_systems
 
 CPU = Machine(model="m", cores=(0, 1, 2, 3))
 ONE = Machine(model="m", gpus=(5,))
@@ -22,6 +22,9 @@ def test_all_kinds_have_a_name_and_a_meaning() -> None:
         ("std:shared", "must be shared or XpYd"),
         ("cluster:2x1", "must be shared or XpYd"),
         ("cluster:1p1d:many", "must end in a number of slots"),
+        ("pd-std:colocated", "must be without colocated nodes"),
+        ("pd-std:1p1d1c", "must be without colocated nodes"),
+        ("colocated:colocated", "must be shared or XpYd"),
         ("std,std", "only once"),
         ("", "at least one"),
     ],
@@ -43,13 +46,24 @@ def test_names_that_are_none_are_refused(name: str, limit: str) -> None:
         ("cluster:2p1d", CPU, ((0, 0), (0,))),
         ("cluster:shared", TWO, ((0, 1), (0, 1))),
         ("pd-std:1p1d:512", FOUR, ((0,), (1,))),
+        ("cluster:colocated", CPU, ((), (), (0,))),
+        ("cluster:colocated", TWO, ((), (), (0, 1))),
+        ("cluster:0p0d1c", ONE, ((), (), (0,))),
+        ("cluster:1p1d1c", FOUR, ((0,), (1,), (2,))),
+        ("cluster:1p0d2c:512", FOUR, ((0,), (), (1, 2))),
     ],
 )
-def test_places(name: str, machine: Machine, places: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    assert System.parse(name).places(machine) == places
+def test_places(name: str, machine: Machine, places: tuple[tuple[int, ...], ...]) -> None:
+    assert System.parse(name).places(machine) == Places(*places)
 
 
-@pytest.mark.parametrize("name", ["cluster:2p1d", "pd-std:2p2d", "cluster:0p1d", "cluster:1p0d"])
+@pytest.mark.parametrize("name", ["cluster:0p1d", "cluster:1p0d", "cluster:0p0d0c"])
+def test_both_sides_need_a_node(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="must have a node for prefill and one for decode"):
+        System.parse(name).places(TWO)
+
+
+@pytest.mark.parametrize("name", ["cluster:2p1d", "pd-std:2p2d", "cluster:1p1d1c"])
 def test_too_few_gpus_are_an_error(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="must leave a GPU to each engine; there are 2 places"):
         System.parse(name).places(TWO)
@@ -79,6 +93,22 @@ def test_engines_get_cores_slots_and_groups() -> None:
     assert System.parse("cluster").slots_on(TWO) == TWO.slots
     assert System.parse("cluster:shared").gpus(TWO) == {"prefill": 2, "decode": 2, "total": 2}
     assert System.parse("cluster:1p1d").gpus(TWO) == {"prefill": 1, "decode": 1, "total": 2}
+    assert System.parse("cluster:1p1d1c").gpus(FOUR) == {"prefill": 2, "decode": 2, "total": 3}
+    assert System.parse("cluster:colocated").gpus(TWO) == {"prefill": 2, "decode": 2, "total": 2}
     pairs = Machine(model="m", gpus=(0, 1, 2, 3), tensor_parallel_size=2)
     assert [one.gpus for one in System.parse("pd-std").engines(pairs)] == [(0, 1), (2, 3)]
     assert System.parse("pd-std").gpus(pairs) == {"prefill": 2, "decode": 2, "total": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("std", {"engines": [(0,), (1,), (2,), (3,)]}),
+        ("cluster:1p1d", {"prefill": [(0,)], "decode": [(1,)]}),
+        ("cluster:1p1d2c", {"prefill": [(0,)], "decode": [(1,)], "colocated": [(2,), (3,)]}),
+        ("cluster:0p0d1c", {"colocated": [(0,)]}),
+    ],
+)
+def test_a_result_says_where_the_engines_were(name: str, places: dict[str, list[tuple[int, ...]]]) -> None:
+    system = System.parse(name)
+    assert system.describe(FOUR) == {"what": KINDS[system.kind], **places}

@@ -1,0 +1,401 @@
+"""A cluster in simulated time: the router's own choice of nodes, and engines that are only rates.
+
+`simulate` is to a cluster that nobody has what `corun_bench.driver.drive` is to a system that is up: it takes a
+workload and returns its run, so the same metrics come from both. The simulation has no clock and draws nothing, so the
+same workload gives the same run, bit by bit.
+
+The model. A step of an engine computes up to `STEP_TOKENS` tokens of the prompts that wait there, at a measured rate,
+and one token for each of its rows, in the time measured for so many rows. A prefill node's steps have no rows, and a
+decode node's no prompts. A colocated node's steps have both, and last as long as the two parts together, whether decode
+rows ride in prefill steps or the two kinds of steps take turns. A prompt's KV is read by one decode node at a time
+prompt, in a time that is proportional to its length, and in none if both sides have the same engine. Messages take no
+time, and nothing fails. The queue has one client of one class, so its order is that of arrival; as in `router.queue`,
+the first that has to wait lets nobody pass.
+
+This module must not know where rates come from or what is made of a run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from corun.errors import InvalidArgumentError
+from corun.room import blocks_needed, places
+from corun_bench.driver import Outcome, Request, Run, Workload
+from router.placement import (
+    PACKED_TOKENS_IN_FLIGHT,
+    PREFILLS_IN_FLIGHT,
+    DecodeRoom,
+    Need,
+    PrefillRoom,
+    choose_pair,
+)
+
+STEP_TOKENS = 4096
+"""The most prompt tokens of a step, as in `prefill_node.engine`."""
+BLOCK_SIZE = 16
+"""The tokens of a KV block, as in vLLM on a GPU."""
+_KINDS = {"p": "prefill", "d": "decode", "c": "colocated"}
+_PLACEMENT = re.compile(r"(?=.)(?:(\d{1,5})p)?(?:(\d{1,5})d)?(?:(\d{1,5})c)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one engine was measured to do."""
+
+    prefill_tokens_per_s: float
+    decode_steps: tuple[tuple[float, float], ...]
+    """The measured decode steps: numbers of rows, rising, each with the seconds that a step takes."""
+    handoff_s_per_token: float | None = None
+    """The seconds that a decode node reads another engine's KV, for each prompt token; None: not known."""
+    slots: int
+    """The slots of a node that decodes."""
+    kv_tokens: int = 0
+    """The KV room of a node that decodes, in tokens; 0: enough for every sample that may have a lease."""
+
+    def step_s(self, rows: int) -> float:
+        """Return how long a decode step takes: on the line between the measured numbers of rows, and below the first as
+        long as the first. Beyond the last it is on the line through the last two, or proportional if there is one."""
+        steps = self.decode_steps
+        if rows <= steps[0][0]:
+            return steps[0][1]
+        if len(steps) == 1:
+            return steps[0][1] * rows / steps[0][0]
+        pairs = itertools.pairwise(steps)
+        (low, low_s), (high, high_s) = next((pair for pair in pairs if rows <= pair[1][0]), steps[-2:])
+        return low_s + (high_s - low_s) * (rows - low) / (high - low)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """The output tokens a second of a node whose slots are all in use."""
+        return self.slots / self.step_s(self.slots)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class NodeCounts:
+    """The nodes of a cluster, by kind, as in "2p1d" and "1p1d2c"."""
+
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> NodeCounts:
+        """Read a placement. Raises InvalidArgumentError for one that is none, or that lacks a side."""
+        found = _PLACEMENT.fullmatch(text)
+        if not found:
+            raise InvalidArgumentError("placements", text, "must be numbers of nodes, as in 2p1d, 3c or 1p1d2c")
+        prefill, decode, colocated = (int(number or 0) for number in found.groups())
+        counts = cls(prefill=prefill, decode=decode, colocated=colocated)
+        if not counts.serves:
+            raise InvalidArgumentError("placements", text, "must have a node that prefills and one that decodes")
+        return counts
+
+    @property
+    def name(self) -> str:
+        return "".join(f"{getattr(self, kind)}{letter}" for letter, kind in _KINDS.items() if getattr(self, kind))
+
+    @property
+    def engines(self) -> int:
+        return self.prefill + self.decode + self.colocated
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a node for each of the two roles."""
+        return bool(self.prefill + self.colocated and self.decode + self.colocated)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sample:
+    """A request on its way."""
+
+    request: Request
+    outcome: Outcome
+    need: Need
+    decode: str = ""
+    prefill: str = ""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """One computation of a prompt, and the samples that get its KV."""
+
+    tokens_left: int
+    samples: list[_Sample]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine: the prompts and rows that it has, and how much it has computed."""
+
+    name: str
+    kind: str
+    rates: Rates
+    prompts: deque[_Prompt] = field(default_factory=deque)
+    line: deque[_Sample] = field(default_factory=deque)
+    """The samples whose KV is here, and that wait for a slot."""
+    rows: int = 0
+    ends: list[tuple[int, int, _Sample]] = field(default_factory=list)
+    """A heap of the rows: the decode step that draws a sample's last token, and the sample."""
+    decode_steps: int = 0
+    is_awake: bool = False
+    """Whether an event of this engine is ahead."""
+    reads_until: float = 0.0
+    """When the last read of KV from another engine that has been ordered here will end."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    computed: list[_Prompt] = field(default_factory=list)
+    entered: list[_Sample] = field(default_factory=list)
+
+    def begin_step(self) -> float | None:
+        """Take what the next step computes. Return how long it takes, or None if there is nothing to compute."""
+        while self.line and self.rows < self.rates.slots:
+            sample = self.line.popleft()
+            self.rows += 1
+            heapq.heappush(self.ends, (self.decode_steps + sample.request.max_tokens, sample.request.index, sample))
+            self.entered.append(sample)
+        if not self.rows and not self.prompts:
+            return None
+        room = STEP_TOKENS
+        while self.prompts and room >= min(1, self.prompts[0].tokens_left):
+            taken = min(room, self.prompts[0].tokens_left)
+            self.prompts[0].tokens_left -= taken
+            room -= taken
+            if not self.prompts[0].tokens_left:
+                self.computed.append(self.prompts.popleft())
+        self.prompt_tokens += STEP_TOKENS - room
+        self.output_tokens += self.rows
+        prefill_s = (STEP_TOKENS - room) / self.rates.prefill_tokens_per_s
+        return prefill_s + (self.rates.step_s(self.rows) if self.rows else 0.0)
+
+    def end_step(self) -> tuple[list[_Prompt], list[_Sample], list[_Sample]]:
+        """Return the prompts that the step has computed, and the samples of which it drew the first and the last
+        token."""
+        self.decode_steps += bool(self.rows)
+        done = []
+        while self.ends and self.ends[0][0] == self.decode_steps:
+            done.append(heapq.heappop(self.ends)[2])
+        self.rows -= len(done)
+        (computed, self.computed), (entered, self.entered) = (self.computed, []), (self.entered, [])
+        return computed, entered, done
+
+    def load(self, duration_s: float) -> float:
+        """Return the share of its best speed that it worked at: 1 if it computed without a gap and with full slots."""
+        work_s = self.prompt_tokens / self.rates.prefill_tokens_per_s
+        work_s += self.output_tokens / self.rates.decode_tokens_per_s
+        return work_s / duration_s if duration_s > 0 else 0.0
+
+
+@dataclass(kw_only=True)
+class Simulated:
+    """A simulated run, and what the engines did in it."""
+
+    run: Run
+    engines: list[Engine]
+    handoffs: int
+    """The number of prompts whose KV went from one engine to another."""
+
+    def load(self, kind: str) -> float | None:
+        """Return the mean load of the engines of a kind; None if there are none."""
+        loads = [engine.load(self.run.duration_s) for engine in self.engines if engine.kind == kind]
+        return sum(loads) / len(loads) if loads else None
+
+
+def simulate(counts: NodeCounts, rates: Rates, workload: Workload, *, samples: int = 1) -> Simulated:
+    """Run a workload once on a cluster with these nodes. samples: how many neighbours in the workload have one prompt.
+
+    Raises InvalidArgumentError if a request has no room on an empty node, or if KV must go between engines and nobody
+    knows how long that takes.
+    """
+    if counts.engines > 1 and rates.handoff_s_per_token is None:
+        limit = f"must be known for {counts.name}: its KV goes from engine to engine"
+        raise InvalidArgumentError("handoff_us_per_token", None, limit)
+    return _Cluster(counts, rates, workload, samples).run()
+
+
+class _Cluster:
+    """A router, its nodes, and the events that are ahead.
+
+    A colocated node is two nodes with one engine.
+    """
+
+    def __init__(self, counts: NodeCounts, rates: Rates, workload: Workload, samples: int) -> None:
+        self._rates, self._workload = rates, workload
+        self._now = 0.0
+        self._events: list[tuple[float, int, Request | _Sample | Engine]] = []
+        """When a request is sent, a sample's KV has been read, or an engine's step ends; or an engine wakes."""
+        self._numbers = itertools.count()
+        self._engines: list[Engine] = []
+        self._engine_of: dict[str, Engine] = {}
+        self._prefills: dict[str, PrefillRoom] = {}
+        self._decodes: dict[str, DecodeRoom] = {}
+        self._queue: deque[_Sample] = deque()
+        self._shared: dict[tuple[str, str], _Prompt] = {}
+        """What is being computed for several samples, by prefill node and KV key."""
+        self._read_at: dict[tuple[str, str], float] = {}
+        """When a decode node has KV that several samples share, by decode node and KV key."""
+        self._handoffs = 0
+        longest = max((len(one.prompt_token_ids) + one.max_tokens for one in workload.requests), default=1)
+        if rates.kv_tokens and longest > rates.kv_tokens // BLOCK_SIZE * BLOCK_SIZE:
+            raise InvalidArgumentError("kv_tokens", rates.kv_tokens, f"must hold the longest request, {longest} tokens")
+        kv_blocks = rates.kv_tokens // BLOCK_SIZE or places(rates.slots) * blocks_needed(longest, BLOCK_SIZE)
+        for letter, kind in _KINDS.items():
+            for number in range(getattr(counts, kind)):
+                self._add(Engine(f"{letter}{number}", kind, rates), kv_blocks)
+        self._samples = [
+            _Sample(
+                request=request,
+                outcome=Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)),
+                need=Need(
+                    num_prompt=len(request.prompt_token_ids),
+                    max_tokens=request.max_tokens,
+                    kv_key=str(request.index // samples) if samples > 1 else "",
+                ),
+            )
+            for request in workload.requests
+        ]
+
+    def _add(self, engine: Engine, kv_blocks: int) -> None:
+        self._engines.append(engine)
+        roles = ("prefill", "decode") if engine.kind == "colocated" else (engine.kind,)
+        for role in roles:
+            node_id = f"{engine.name}-{role}" if engine.kind == "colocated" else engine.name
+            self._engine_of[node_id] = engine
+            if role == "prefill":
+                self._prefills[node_id] = PrefillRoom(
+                    max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=PACKED_TOKENS_IN_FLIGHT, engine_id=engine.name
+                )
+            else:
+                self._decodes[node_id] = DecodeRoom(
+                    slots=self._rates.slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE, engine_id=engine.name
+                )
+
+    def run(self) -> Simulated:
+        requests = self._workload.requests
+        self._unsent = iter(() if self._workload.is_open else requests[self._workload.max_concurrency :])
+        for request in requests if self._workload.is_open else requests[: self._workload.max_concurrency]:
+            self._at(request.arrival_s if self._workload.is_open else 0.0, request)
+        while self._events:
+            self._now, _, event = heapq.heappop(self._events)
+            if isinstance(event, Engine):
+                self._step(event)
+            elif isinstance(event, _Sample):
+                self._receive(event)
+            else:
+                self._send(event)
+        outcomes = [sample.outcome for sample in self._samples]
+        duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
+        run = Run(outcomes=outcomes, duration_s=duration_s)
+        return Simulated(run=run, engines=self._engines, handoffs=self._handoffs)
+
+    def _at(self, time: float, event: Request | _Sample | Engine) -> None:
+        """Let something happen; what is to happen at the same time happens in the order of these calls."""
+        heapq.heappush(self._events, (time, next(self._numbers), event))
+
+    def _wake(self, engine: Engine) -> None:
+        """Let an idle engine begin a step when everything else that happens at this time has happened."""
+        if not engine.is_awake:
+            engine.is_awake = True
+            self._at(self._now, engine)
+
+    def _send(self, request: Request) -> None:
+        sample = self._samples[request.index]
+        sample.outcome.sent_s = self._now
+        self._queue.append(sample)
+        if len(self._queue) == 1:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Place samples in their order, until the first one has to wait."""
+        while self._queue and (pair := self._choose(self._queue[0].need)) is not None:
+            sample = self._queue.popleft()
+            sample.decode, sample.prefill = pair
+            self._place(sample)
+
+    def _choose(self, need: Need) -> tuple[str, str] | None:
+        """Return the decode and the prefill node that the router would choose; all nodes are connected."""
+        return choose_pair(need, self._decodes, self._prefills, lambda decode, prefill: True)
+
+    def _place(self, sample: _Sample) -> None:
+        need, room, engine = sample.need, self._prefills[sample.prefill], self._engine_of[sample.prefill]
+        joins, knows = room.computes(need.kv_key), room.may_have(need.kv_key)
+        self._decodes[sample.decode].take(need)
+        room.take(need.num_prompt, need.kv_key)
+        if joins:
+            self._shared[sample.prefill, need.kv_key].samples.append(sample)
+            return
+        prompt = _Prompt(0 if knows else need.num_prompt, [sample])
+        if need.kv_key:
+            self._shared[sample.prefill, need.kv_key] = prompt
+        engine.prompts.append(prompt)
+        self._wake(engine)
+
+    def _step(self, engine: Engine) -> None:
+        """End an engine's step and begin its next one, before the router knows of it."""
+        computed, entered, done = engine.end_step()
+        duration_s = engine.begin_step()
+        engine.is_awake = duration_s is not None
+        if duration_s is not None:
+            self._at(self._now + duration_s, engine)
+        for sample in entered:
+            sample.outcome.arrivals.append((self._now, 1))
+        for prompt in computed:
+            for sample in prompt.samples:
+                self._hand_over(sample)
+        for sample in done:
+            self._finish(sample)
+        if computed or done:
+            self._pump()
+
+    def _hand_over(self, sample: _Sample) -> None:
+        """Let the decode node read a computed prompt; what several samples share is read once."""
+        need = sample.need
+        self._prefills[sample.prefill].give(need.num_prompt, need.kv_key, is_computed=True)
+        reader, key = self._engine_of[sample.decode], (sample.decode, need.kv_key)
+        if reader is self._engine_of[sample.prefill]:
+            self._receive(sample)
+            return
+        if not need.kv_key or key not in self._read_at:
+            assert self._rates.handoff_s_per_token is not None
+            reader.reads_until = max(self._now, reader.reads_until)
+            reader.reads_until += need.num_prompt * self._rates.handoff_s_per_token
+            self._read_at[key] = reader.reads_until
+            self._handoffs += 1
+        self._at(max(self._now, self._read_at[key]), sample)
+
+    def _receive(self, sample: _Sample) -> None:
+        engine = self._engine_of[sample.decode]
+        engine.line.append(sample)
+        self._wake(engine)
+
+    def _finish(self, sample: _Sample) -> None:
+        outcome = sample.outcome
+        if sample.request.max_tokens > 1:
+            outcome.arrivals.append((self._now, sample.request.max_tokens - 1))
+        outcome.done_s = self._now
+        self._decodes[sample.decode].give(sample.need)
+        if (following := next(self._unsent, None)) is not None:
+            self._at(self._now, following)
+
+
+def work_s(rates: Rates, requests: Sequence[Request], samples: int = 1) -> tuple[float, float]:
+    """Return the mean seconds that a request takes of an engine for its prompt and for its output, at best: prompts
+    without a gap, output with full slots, and shared prompts once."""
+    count = max(1, len(requests))
+    prompts = sum(len(one.prompt_token_ids) for one in requests) / samples
+    outputs = sum(one.max_tokens for one in requests)
+    return prompts / count / rates.prefill_tokens_per_s, outputs / count / rates.decode_tokens_per_s
+
+
+def at_best(counts: NodeCounts, prefill_s: float, decode_s: float) -> float:
+    """Return the requests a second that a cluster could finish at most, from the work of one request."""
+    return min(
+        counts.engines / (prefill_s + decode_s),
+        (counts.prefill + counts.colocated) / prefill_s,
+        (counts.decode + counts.colocated) / decode_s,
+    )

@@ -1,0 +1,192 @@
+"""Simulated clusters whose times can be computed by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from corun.errors import InvalidArgumentError
+from corun_bench import metrics, workloads
+from corun_bench.driver import Request, Run, Workload
+from corun_bench.simulation import STEP_TOKENS, NodeCounts, Rates, Simulated, at_best, simulate, work_s
+
+RATES = Rates(
+    prefill_tokens_per_s=1000.0, decode_steps=((1, 0.01), (4, 0.025)), handoff_s_per_token=0.001, slots=4, kv_tokens=0
+)
+"""A prompt token takes 1 ms, and another to be read; steps of 1 to 4 rows take 10, 15, 20 and 25 ms."""
+
+
+def workload(*requests: tuple[int, int], at: tuple[float, ...] = ()) -> Workload:
+    """Requests of (prompt, output) tokens, all at once or at these times."""
+    made = tuple(
+        Request(
+            index=index,
+            prompt_token_ids=(3,) * prompt,
+            max_tokens=output,
+            seed=index,
+            arrival_s=at[index] if at else 0.0,
+        )
+        for index, (prompt, output) in enumerate(requests)
+    )
+    return Workload(name="by hand", requests=made, request_rate=1.0 if at else math.inf)
+
+
+def run(placement: str, work: Workload, rates: Rates = RATES, samples: int = 1) -> Simulated:
+    return simulate(NodeCounts.parse(placement), rates, work, samples=samples)
+
+
+def times(run: Run) -> list[tuple[float, float]]:
+    """When each request had its first token and its last, in seconds; whole microseconds, as a hand computes."""
+    return [(round(one.arrivals[0][0], 6), round(one.done_s, 6)) for one in run.outcomes]
+
+
+def test_a_pair() -> None:
+    """100 ms for the prompt, 100 ms for its KV, then three steps."""
+    found = run("1p1d", workload((100, 3)))
+    assert times(found.run) == [(0.21, 0.23)]
+    assert [one.arrivals for one in found.run.outcomes] == [
+        [(pytest.approx(0.21, abs=1e-9), 1), (pytest.approx(0.23, abs=1e-9), 2)]
+    ]
+    assert found.handoffs == 1
+    assert found.load("prefill") == pytest.approx(0.1 / 0.23)
+    assert found.load("colocated") is None
+
+
+def test_one_colocated_node_hands_nothing_over() -> None:
+    found = run("1c", workload((100, 3)), replace(RATES, handoff_s_per_token=None))
+    assert times(found.run) == [(0.11, 0.13)]
+    assert found.handoffs == 0
+
+
+def test_prompts_of_one_step_are_done_together() -> None:
+    assert times(run("1c", workload((100, 1), (100, 1))).run) == [(0.215, 0.215), (0.215, 0.215)]
+
+
+def test_a_long_prompt_takes_several_steps_and_the_next_fills_the_last() -> None:
+    """The second prompt is computed in the second step, with the rest of the first."""
+    found = run("1c", workload((STEP_TOKENS + 100, 1), (200, 1)))
+    assert times(found.run) == [(4.411, 4.411), (4.411, 4.411)]
+
+
+def test_the_fifth_of_four_slots_waits_in_line() -> None:
+    found = run("1c", workload(*[(10, 2)] * 5))
+    assert times(found.run) == [(0.075, 0.1)] * 4 + [(0.11, 0.12)]
+
+
+def test_decode_rows_wait_for_the_prompt_in_their_step() -> None:
+    """The second prompt comes during the first one's first decode step, so the next step has both: 200 + 10 ms. Its
+    sample decodes in the step after the one that runs when the router hears of it."""
+    found = run("1c", workload((100, 3), (200, 1), at=(0.0, 0.105)))
+    assert times(found.run) == [(0.11, 0.33), (0.34, 0.34)]
+    apart = run("1p1d", workload((100, 3), (200, 1), at=(0.0, 0.105)))
+    assert times(apart.run) == [(0.21, 0.23), (0.515, 0.515)]
+
+
+def test_a_node_reads_one_prompt_after_the_other() -> None:
+    found = run("1p1d", workload((100, 1), (100, 1)))
+    assert times(found.run) == [(0.31, 0.31), (0.41, 0.41)]
+
+
+def test_samples_of_one_prompt_share_its_computation_and_its_read() -> None:
+    found = run("1p1d", workload((100, 2), (100, 2)), samples=2)
+    assert times(found.run) == [(0.215, 0.23)] * 2
+    assert found.handoffs == 1
+    assert sum(engine.prompt_tokens for engine in found.engines) == 100
+
+
+def test_kv_room_limits_a_node() -> None:
+    """Two requests of 10 blocks fit into 20 blocks; the others wait for them to end."""
+    found = run("1c", workload(*[(150, 10)] * 4), replace(RATES, kv_tokens=320))
+    firsts = [first for first, _ in times(found.run)]
+    assert firsts[0] == firsts[1] < firsts[2] == firsts[3]
+    assert firsts[2] > found.run.outcomes[0].done_s
+    with pytest.raises(InvalidArgumentError, match="kv_tokens = 100: must hold the longest request, 160 tokens"):
+        run("1c", workload((150, 10)), replace(RATES, kv_tokens=100))
+
+
+def test_a_closed_loop_sends_the_next_when_one_ends() -> None:
+    found = run("1c", replace(workload((100, 1), (100, 1)), max_concurrency=1))
+    assert [round(one.sent_s, 6) for one in found.run.outcomes] == [0.0, 0.11]
+    assert times(found.run) == [(0.11, 0.11), (0.22, 0.22)]
+
+
+def test_kv_between_engines_needs_a_rate() -> None:
+    with pytest.raises(InvalidArgumentError, match="handoff_us_per_token = None: must be known for 1p1d"):
+        run("1p1d", workload((1, 1)), replace(RATES, handoff_s_per_token=None))
+
+
+def test_step_times() -> None:
+    assert [RATES.step_s(rows) for rows in (1, 2, 4, 5)] == pytest.approx([0.01, 0.015, 0.025, 0.03])
+    assert replace(RATES, decode_steps=((4, 0.02), (8, 0.03))).step_s(1) == 0.02
+    assert replace(RATES, decode_steps=((4, 0.02),)).step_s(8) == 0.04
+
+
+@pytest.mark.parametrize("text", ["", "1p", "2d", "1x", "p1d", "0p0d", "1d1p"])
+def test_no_placement(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="placements"):
+        NodeCounts.parse(text)
+
+
+def test_placements() -> None:
+    assert NodeCounts.parse("2p1d3c") == NodeCounts(prefill=2, decode=1, colocated=3)
+    assert NodeCounts.parse("2p1d3c").name == "2p1d3c"
+    assert NodeCounts.parse("0p0d1c").name == "1c"
+
+
+def test_at_best() -> None:
+    """A request is 0.1 s of prefill and 0.3 s of decode."""
+    assert at_best(NodeCounts.parse("1c"), 0.1, 0.3) == pytest.approx(2.5)
+    assert at_best(NodeCounts.parse("1p1d"), 0.1, 0.3) == pytest.approx(1 / 0.3)
+    assert at_best(NodeCounts.parse("1p3d"), 0.1, 0.3) == pytest.approx(10)
+    assert at_best(NodeCounts.parse("1d1c"), 0.1, 0.3) == pytest.approx(5)
+    assert work_s(RATES, workload((100, 4)).requests) == pytest.approx((0.1, 0.025))
+    assert work_s(RATES, workload((100, 4), (100, 4)).requests, 2) == pytest.approx((0.05, 0.025))
+
+
+H200 = Rates(
+    prefill_tokens_per_s=40_000.0, decode_steps=((44, 0.0065), (256, 0.0151)), handoff_s_per_token=3.4e-6, slots=256
+)
+
+
+def throughput(placement: str, spec: str, requests: int, rates: Rates = H200) -> float:
+    made = workloads.make(
+        workloads.parse(spec), num_requests=requests, vocab_size=workloads.ONE_TOKEN, max_model_len=8192, seed=0
+    )
+    found = simulate(NodeCounts.parse(placement), rates, replace(made, max_concurrency=requests // 2))
+    outputs = sum(map(metrics.output_tokens, found.run.outcomes))
+    assert outputs == sum(one.max_tokens for one in made.requests)
+    return outputs / found.run.duration_s
+
+
+@pytest.mark.parametrize("spec", ["in=512,out=32", "in=2048,out=8", "in=128,out=64", "rl=30x8,in=512,out=16"])
+@pytest.mark.parametrize(
+    "chain", [("1p1d", "2p1d", "2p2d", "4p4d"), ("1c", "2c", "3c", "4c", "8c"), ("1p1d", "1p1d1c", "1p1d2c", "2p2d2c")]
+)
+def test_more_nodes_never_lower_throughput(spec: str, chain: tuple[str, ...]) -> None:
+    found = [throughput(placement, spec, 240, replace(H200, slots=32)) for placement in chain]
+    assert all(fewer <= more for fewer, more in itertools.pairwise(found)), found
+
+
+def test_no_placement_is_faster_than_at_best() -> None:
+    requests = workload(*[(512, 256)] * 4).requests
+    for placement in ("1c", "1p1d", "2p1d", "1p1d1c"):
+        best = at_best(NodeCounts.parse(placement), *work_s(H200, requests))
+        assert 0.5 * best < throughput(placement, "in=512,out=256", 1200) / 256 <= best
+
+
+def test_the_same_run_has_the_same_bits() -> None:
+    made = workloads.make(
+        workloads.parse("burstgpt"), num_requests=200, vocab_size=4, max_model_len=8192, seed=3, request_rate=50.0
+    )
+    first, again = (run("2p1d1c", made, H200) for _ in range(2))
+    assert repr(first.run) == repr(again.run)
+    assert first.handoffs == again.handoffs > 0
+
+
+def test_hundreds_of_nodes() -> None:
+    found = run("60p60d80c", replace(workload(*[(512, 8)] * 400), max_concurrency=400), H200)
+    assert all(one.done_s > 0 for one in found.run.outcomes)
+    assert len({engine.name for engine in found.engines if engine.output_tokens}) == 140
