@@ -1,7 +1,8 @@
 """`python -m tests.chaos`: faults against a cluster under load; prints a JSON object.
 
-With `--engines fake` (the default) a router and nodes whose engines are fakes, in this process. With `--engines real`
-two routers, two prefill and two decode nodes as processes, on the tiny model; a fault takes seconds there.
+With `--engines fake` (the default) a router and nodes of all kinds whose engines are fakes, in this process. With
+`--engines real` two routers, two prefill and two decode nodes as processes, on the tiny model; a fault takes seconds
+there.
 SIGINT and SIGTERM end the faults; the run is judged all the same.
 Exit code 3 if any request got other bits than without faults, 1 if one failed, or something was left behind.
 """
@@ -40,6 +41,8 @@ class Options:
     """Requests at a time; 0: 16 on fake engines, 4 on real ones."""
     pairs: int = 2
     """Fake engines only: prefill nodes, and decode nodes; the more there are, the faster come the faults."""
+    colocated: int = 1
+    """Fake engines only: colocated nodes."""
     kinds: tuple[str, ...] = ()
     """Real engines only: kinds of faults to draw from, by name."""
     minutes: float = 0.0
@@ -55,7 +58,7 @@ class Options:
 
 async def run(options: Options, scratch: Path) -> Report:
     if options.engines == "fake":
-        async with fakes.under_chaos(write_tokenizer(scratch), options.seed, options.pairs) as chaos:
+        async with fakes.under_chaos(write_tokenizer(scratch), options.seed, options.pairs, options.colocated) as chaos:
             report = await chaos.run(chaos.plan(options.faults or 1000), clients=options.clients or 16)
             report.hits.clear()  # They are too many to print.
             return report

@@ -16,14 +16,15 @@ from corun.params import SamplingParams
 from corun.seeds import sample_seed
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
-from tests.chaos.faults import Kind, Target
+from corun.types import NodeRole
+from tests.chaos.faults import Kind, Target, node_ids
 from tests.chaos.run import Chaos
 from tests.chaos.traffic import Case, with_answer
 from tests.clusters import FakeCluster, cluster
 
 NUM_CASES = 200
 PAUSE_S = 0.06
-"""Mean time between faults, divided by the pairs of nodes."""
+"""Mean time between faults, divided by the pairs and the colocated nodes."""
 LONGEST_S = 0.6
 """The longest that a fault lasts: longer than anybody waits."""
 LEASE_TTL_MS = 1000
@@ -39,19 +40,20 @@ CONFIG: dict[str, Any] = {
 
 
 class Fakes(Target):
-    """A router and so many pairs of nodes."""
+    """A router, so many pairs of nodes and so many colocated nodes."""
 
     think_s = 0.0
     request_timeout_s = 60.0
 
-    def __init__(self, fake: FakeCluster, pairs: int) -> None:
+    def __init__(self, fake: FakeCluster, pairs: int, colocated: int) -> None:
         super().__init__()
         self.fake = fake
-        self.pause_s = PAUSE_S / pairs
+        self.pause_s = PAUSE_S / (pairs + colocated)
         self.routers = self.addresses = list(fake.addresses)
         self._nodes = [f"{role}{number}" for number in range(pairs) for role in "pd"]
+        self._nodes += [f"c{number}" for number in range(colocated)]
 
-    def names(self, roles: str = "rpd") -> list[str]:
+    def names(self, roles: str = "rpdc") -> list[str]:
         return [name for name in ("r0", *self._nodes) if name[0] in roles]
 
     async def cases(self) -> list[Case]:
@@ -69,11 +71,10 @@ class Fakes(Target):
 
     async def add(self, name: str) -> None:
         """Start a node. What a router holds there and has forgotten ends soon."""
-        if name[0] == "p":
-            node = await self.fake.add_prefill(name)
-            node.engine.kv_ttl_s = LEASE_TTL_MS / 1000
-        else:
-            await self.fake.add_decode(name, slots=SLOTS, lease_ttl_ms=LEASE_TTL_MS)
+        add = {"p": self.fake.add_prefill, "d": self.fake.add_decode, "c": self.fake.add_colocated}[name[0]]
+        node = await add(name) if name[0] == "p" else await add(name, slots=SLOTS, lease_ttl_ms=LEASE_TTL_MS)
+        if NodeRole.PREFILL in node.sides:
+            node.sides[NodeRole.PREFILL].engine.kv_ttl_s = LEASE_TTL_MS / 1000
 
     def node(self, name: str) -> LocalNode:
         return self.fake.node(name)
@@ -88,23 +89,24 @@ async def kill(cluster: Fakes, name: str, strength: float) -> None:
 
 async def stop_and_continue(cluster: Fakes, name: str, strength: float) -> None:
     """SIGSTOP and SIGCONT: neither heartbeats nor steps for a while, longer or shorter than anybody waits."""
-    cluster.node(name).engine.hanging = True
+    cluster.node(name).hanging = True
     await silence(cluster, name, strength)
-    cluster.node(name).engine.hanging = False
+    cluster.node(name).hanging = False
 
 
 async def stuck_engine(cluster: Fakes, name: str, strength: float) -> None:
     """The engine stands still while the node goes on to answer."""
-    cluster.node(name).engine.hanging = True
+    cluster.node(name).hanging = True
     await asyncio.sleep(LONGEST_S * strength)
-    cluster.node(name).engine.hanging = False
+    cluster.node(name).hanging = False
 
 
 async def engine_error(cluster: Fakes, name: str, strength: float) -> None:
-    if name[0] == "p":
-        cluster.node(name).engine.errors.append(RuntimeError("the engine failed"))
-    else:
-        cluster.node(name).engine.fail_after = round(20 * strength)
+    sides = cluster.node(name).sides
+    if NodeRole.PREFILL in sides:
+        sides[NodeRole.PREFILL].engine.errors.append(RuntimeError("the engine failed"))
+    if NodeRole.DECODE in sides:
+        sides[NodeRole.DECODE].engine.fail_after = round(20 * strength)
 
 
 async def silence(cluster: Fakes, name: str, strength: float) -> None:
@@ -120,22 +122,22 @@ async def lost_kv(cluster: Fakes, name: str, strength: float) -> None:
 
 
 Fakes.kinds = {
-    "kill": Kind(fault=kill, roles="pd", replaces=True),
-    "stop and continue": Kind(fault=stop_and_continue, roles="pd"),
-    "stuck engine": Kind(fault=stuck_engine, roles="pd"),
-    "engine error": Kind(fault=engine_error, roles="pd", is_mild=True),
-    "silence": Kind(fault=silence, roles="pd"),
-    "lost KV": Kind(fault=lost_kv, roles="p", is_mild=True),
+    "kill": Kind(fault=kill, roles="pdc", replaces=True),
+    "stop and continue": Kind(fault=stop_and_continue, roles="pdc"),
+    "stuck engine": Kind(fault=stuck_engine, roles="pdc"),
+    "engine error": Kind(fault=engine_error, roles="pdc", is_mild=True),
+    "silence": Kind(fault=silence, roles="pdc"),
+    "lost KV": Kind(fault=lost_kv, roles="pc", is_mild=True),
     "vanish": Kind(),
 }
 
 
 @asynccontextmanager
-async def under_chaos(model: str, seed: int, pairs: int = 2, **config: Any) -> AsyncIterator[Chaos]:
-    """A cluster of so many prefill and decode nodes; at the end nothing may be held anywhere."""
+async def under_chaos(model: str, seed: int, pairs: int = 2, colocated: int = 1, **config: Any) -> AsyncIterator[Chaos]:
+    """A cluster of so many pairs and colocated nodes; at the end nothing may be held anywhere."""
     async with cluster(model, prefills=0, decodes=0, **{**CONFIG, **config}) as fake:
-        target = Fakes(fake, pairs)
-        for name in target.names("pd"):
+        target = Fakes(fake, pairs, colocated)
+        for name in target.names("pdc"):
             await target.add(name)
-        await fake.ready(*target.names("pd"))
+        await fake.ready(*(node for name in target.names("pdc") for node in node_ids(name)))
         yield Chaos(target, seed)

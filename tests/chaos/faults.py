@@ -17,6 +17,8 @@ from corun.types import NodeState
 from tests.chaos.report import Usage
 from tests.chaos.traffic import Case
 
+SIDES = {"r": "r", "p": "p", "d": "d", "c": "pd"}
+"""What a member does, by the first letter of its name: route, prefill, decode. A colocated node does two of them."""
 CLIENTS = "clients"
 """The target of a fault that hits no process."""
 LONGEST_WAIT_S = 10.0
@@ -86,7 +88,7 @@ def draw(
 
 class Target:
     """A cluster that faults hit. The names of its routers begin with r, of prefill nodes with p, of decode nodes with
-    d."""
+    d, and of colocated nodes with c."""
 
     kinds: ClassVar[Mapping[str, Kind]]
     """The kinds of faults that it can be hit by."""
@@ -109,7 +111,7 @@ class Target:
         """Members that a fault has hit and that are not in use again yet."""
         self.wrong_ends: list[str] = []
 
-    def names(self, roles: str = "rpd") -> list[str]:
+    def names(self, roles: str = "rpdc") -> list[str]:
         """Return the names of the members of some roles."""
         raise NotImplementedError
 
@@ -138,7 +140,7 @@ class Target:
         deadline = time.monotonic() + FIND_S
         while replaces and name[0] != "r" and time.monotonic() < deadline:
             for router in self.names("r"):
-                if found := (await self._ready(router)).get(name):
+                if found := (await self._ready(router)).get(node_ids(name)[0]):
                     return found
             await asyncio.sleep(0.1)
         return ""
@@ -153,8 +155,14 @@ class Target:
         return True
 
     async def serves(self) -> bool:
-        """Return whether every router uses at least one prefill and one decode node."""
-        return all([{node[0] for node in await self._ready(router)} == {"p", "d"} for router in self.names("r")])
+        """Return whether every router uses at least one node that prefills and one that decodes."""
+        ready = [await self._ready(router) for router in self.names("r")]
+        return all({side for name in used for side in SIDES[name[0]]} == {"p", "d"} for used in ready)
+
+    def may_lose(self, names: Sequence[str]) -> bool:
+        """Return whether other members, that are not hit, do all that these members do."""
+        left = {side for name in self.names() if name not in names and name not in self.hit for side in SIDES[name[0]]}
+        return left.issuperset(side for name in names for side in SIDES[name[0]])
 
     async def held(self) -> list[str]:
         """Return a text for each thing that routers and nodes still hold."""
@@ -179,7 +187,8 @@ class Target:
         every node that is not hit.
         """
         routers = [name] if name[0] == "r" else [router for router in self.names("r") if router not in self.hit]
-        nodes = [name] if name[0] != "r" else [node for node in self.names("pd") if node not in self.hit]
+        members = [name] if name[0] != "r" else [node for node in self.names("pdc") if node not in self.hit]
+        nodes = [node for member in members for node in node_ids(member)]
         ready = [await self._ready(router) for router in routers]
         return all(node in seen and seen[node] != replaced for seen in ready for node in nodes)
 
@@ -188,6 +197,11 @@ class Target:
         status = await self.status(router)
         nodes = status.nodes if status is not None else ()
         return {node.node.ref.node_id: node.node.ref.generation for node in nodes if node.state is NodeState.READY}
+
+
+def node_ids(name: str) -> tuple[str, ...]:
+    """Return the nodes that routers know a member as."""
+    return (f"{name}-prefill", f"{name}-decode") if name[0] == "c" else (name,)
 
 
 async def within(seconds: float, condition: Callable[[], bool]) -> bool:

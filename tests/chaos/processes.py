@@ -162,7 +162,7 @@ class Processes(Target):
         self._own: dict[str, str] = {}
         self._supervisors: list[asyncio.Task[None]] = []
 
-    def names(self, roles: str = "rpd") -> list[str]:
+    def names(self, roles: str = "rpdc") -> list[str]:
         return [name for name in self.processes if name[0] in roles]
 
     async def cases(self) -> list[Case]:

@@ -240,10 +240,9 @@ class Chaos:
         self._repairs.append(asyncio.create_task(work))
 
     def _may_hit(self, targets: list[str], kind: Kind) -> bool:
-        """Return whether none of the targets is hit already and one of their role is left, where that matters."""
-        hit = self.target.hit
-        is_left = any(name not in hit and name not in targets for name in self.target.names(targets[0][0]))
-        return hit.isdisjoint(targets) and (is_left or kind.is_mild or kind.all_of_role)
+        """Return whether none of the targets is hit already and others do their work, where that matters."""
+        is_free = self.target.hit.isdisjoint(targets)
+        return is_free and (kind.is_mild or kind.all_of_role or self.target.may_lose(targets))
 
     def _mark(self, hit: Hit) -> None:
         """Note for every timed stream that the fault comes now."""

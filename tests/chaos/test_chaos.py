@@ -15,7 +15,7 @@ import pytest
 from corun.testing.model import write_tokenizer
 from router.output import SampleOutput
 from tests.chaos.fakes import Fakes, under_chaos
-from tests.chaos.faults import CLIENTS, draw
+from tests.chaos.faults import CLIENTS, Target, draw
 from tests.chaos.processes import Processes
 from tests.chaos.report import Hit, Report, Usage, growth, quantiles
 from tests.proxy import CuttingProxy
@@ -34,7 +34,17 @@ async def test_every_stream_is_the_right_one(tmp_path: Path, seed: int) -> None:
     assert report.completed > 20
     assert report.vanished > 0
     assert set(report.faults) == set(Fakes.kinds)
+    assert {hit.target[0] for hit in report.hits} == set("pdc" + CLIENTS[0])
     assert report.as_dict()["fault_count"] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_colocated_nodes_alone_serve_through_faults(tmp_path: Path) -> None:
+    async with under_chaos(write_tokenizer(tmp_path), 3, pairs=0, colocated=2) as chaos:
+        report = await chaos.run(chaos.plan(30), clients=8)
+    assert (report.wrong, report.failed, report.leaked) == ([], [], [])
+    assert report.completed > 10
 
 
 @pytest.mark.slow
@@ -55,6 +65,19 @@ def test_a_schedule_is_drawn_by_its_seed_for_members_of_its_roles() -> None:
         assert planned.target == CLIENTS if not KINDS[planned.kind].roles else planned.target in MEMBERS
         assert planned.target == CLIENTS or planned.target[0] in KINDS[planned.kind].roles
     assert {planned.kind for planned in draw(KINDS, 1, 20, MEMBERS, ["stop engine"])} == {"stop engine"}
+
+
+def test_a_member_may_be_lost_while_others_do_its_work() -> None:
+    class Mixed(Target):
+        def names(self, roles: str = "rpdc") -> list[str]:
+            return [name for name in ("r0", "r1", "p0", "d0", "c0") if name[0] in roles]
+
+    target = Mixed()
+    assert all(target.may_lose([name]) for name in target.names())
+    target.hit = {"p0"}
+    assert [name for name in target.names() if not target.may_lose([name])] == ["c0"]
+    target.hit = {"c0", "r1"}
+    assert [name for name in target.names("rpd") if not target.may_lose([name])] == ["r0", "p0", "d0"]
 
 
 def test_lasting_members_are_hit_but_never_replaced() -> None:

@@ -20,6 +20,8 @@ import os
 import random
 import secrets
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ def allow_split_k() -> None:
     """Leaves cuBLAS and torch as they come, in this process and the engine's."""
     settings = pin.gpu_settings
     names = {"CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"}
-    pin.gpu_settings = lambda role: {name: value for name, value in settings(role).items() if name not in names}
+    pin.gpu_settings = lambda: {name: value for name, value in settings().items() if name not in names}
     os.environ[ALLOW_SPLIT_K] = "1"
 
 
@@ -91,10 +93,28 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=count, logprobs=asked, ignore_eos=True, detokenize=False)
     async for output in llm.generate(TokensPrompt(prompt_token_ids=[5] * length), sampling, secrets.token_hex(8)):
         found = output.outputs[0]
-    if decodes:  # Each token with the bits of its log probability, as they leave the engine.
-        return list(zip(found.token_ids[::2], map(hex, found.token_ids[1::2]), strict=True))
+    if decodes:  # Each token with the bits of its log probability and the step's rows, as they leave the engine.
+        return list(zip(found.token_ids[::3], map(hex, found.token_ids[1::3]), strict=True))
     rows = zip(found.token_ids, found.logprobs, strict=True)
     return [(token, float(logprobs[token].logprob).hex()) for token, logprobs in rows]
+
+
+async def computed_by(
+    llm: Any, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
+) -> dict[str, Any]:
+    """Compute a prompt as `VllmPrefillEngine` does, over the output loop of `AsyncLLM`, which `drawn` needs."""
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import SamplingParams
+
+    transfer = {"do_remote_decode": True, "do_remote_prefill": False, **given}
+    sampling = SamplingParams(
+        max_tokens=1, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": transfer}
+    )
+    prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
+    found: list[dict[str, Any] | None] = [
+        output.kv_transfer_params async for output in llm.generate(prompt, sampling, request_id)
+    ]
+    return next(params for params in reversed(found) if params)
 
 
 async def cache(llm: Any, chunk_size: int, scope: str) -> None:
@@ -108,6 +128,7 @@ async def cache(llm: Any, chunk_size: int, scope: str) -> None:
     none = Certificate.of_ranks(dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS), "it is not tried here"))
     engine = prefill.VllmPrefillEngine(llm, base.facts(llm, finding=""), contract, ref, endpoint, 1.0, none)
     engine.freedoms |= {CACHED}
+    engine._run = partial(computed_by, llm)  # type: ignore[method-assign]  # This engine passes on no whole steps.
 
     async def digests(tokens: list[int], scope: str) -> tuple[int, list[int]]:
         handle, _ = await engine.prefill(secrets.token_hex(8), tokens, ref, scope)

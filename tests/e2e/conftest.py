@@ -67,7 +67,7 @@ class Cluster:
         """Wait until the decode node tells of all KV reads that its engine has counted, and return what it tells."""
 
         def told() -> KvReads:
-            (decode,) = (node for node in self.status().nodes if node.node.role is NodeRole.DECODE)
+            (decode,) = (node for node in self.status().nodes if node.node.ref.node_id == "d0")
             return decode.load.kv_reads
 
         counted = self.shown("decode").get("vllm:nixl_xfer_time_seconds_count", 0)

@@ -63,13 +63,13 @@ def differing(left: list[Generation], right: list[Generation]) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if bits(a) != bits(b)]
 
 
-def test_40_prompts_on_8_slots_in_two_orders(cluster: Cluster) -> None:
-    cases = make_cases(40)
+def test_20_prompts_on_8_slots_in_two_orders(cluster: Cluster) -> None:
+    cases = make_cases(20)
     order = list(range(len(cases)))
     random.Random(4).shuffle(order)
     with cluster.client() as client:
         alone = run(client, cases, concurrency=1)
-        crowded = run(client, cases, concurrency=40)
+        crowded = run(client, cases, concurrency=20)
         shuffled = run(client, [cases[i] for i in order], concurrency=SLOTS)
     # Equal bits mean little if every output is the same.
     assert len({bits(generation) for generation in alone}) == len(alone)
@@ -184,6 +184,7 @@ def generation(cluster: Cluster) -> list[str]:
     ]
 
 
+@pytest.mark.slow  # An engine of its own, beside that of the cluster; what it shows follows from vLLM and the machine.
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="attention on CPU splits KV over 2 or more threads")
 @pytest.mark.timeout(400)
 def test_stock_vllm_differs_between_alone_and_crowded() -> None:

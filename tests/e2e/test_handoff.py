@@ -48,6 +48,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: FinishReason | None = None
+    read_before: list[int] = field(default_factory=list)
+    """For each message that said that its KV was read, the number of tokens that had come by then."""
 
 
 class Nodes:
@@ -117,6 +119,8 @@ class Nodes:
     def _read(self) -> None:
         try:
             for message in self._steps:
+                for lease in message.read:
+                    self._samples[lease].read_before.append(len(self._samples[lease].tokens))
                 rows = zip(message.lease_ids, message.token_ids, message.logprobs, strict=True)
                 for lease, token, logprob in rows:
                     self._samples[lease].tokens.append(token)
@@ -152,7 +156,7 @@ def refused_after_the_read(cluster: Cluster, nodes: Nodes, handle: KvHandle, tok
 
     before = refusals()
     sample = nodes.run(handle, tokens)
-    assert (sample.tokens, sample.ended) == ([], FinishReason.ERROR)
+    assert (sample.tokens, sample.ended, sample.read_before) == ([], FinishReason.ERROR, [])
     wait_until(lambda: len(refusals()) > len(before), "the worker says why")
     (reason,) = refusals()[len(before) :]
     return reason
@@ -178,7 +182,7 @@ def test_a_handle_is_answered_with_its_own_kv(cluster: Cluster, nodes: Nodes) ->
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=True)
         with cluster.client() as client:
             routed = client.generate(tokens, params)
-        assert sample.ended is FinishReason.LENGTH
+        assert (sample.ended, sample.read_before) == (FinishReason.LENGTH, [0])
         assert (tuple(sample.tokens), tuple(sample.logprobs)) == (routed.token_ids, routed.logprobs)
 
 

@@ -47,11 +47,8 @@ def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None
     assert grown("decode", "vllm:iteration_tokens_total_count") >= 30
     assert grown("decode", "vllm:nixl_xfer_time_seconds_count") == 1
     assert cluster.shown("decode")["vllm:num_requests_running"] == 0
-    tokens = grown("prefill", "corun_prefill_prompt_tokens_total")
-    assert tokens > 0
+    assert grown("prefill", "corun_prefill_prompt_tokens_total") > 0
     assert grown("prefill", "corun_prefill_prompts_total") == 1
-    assert grown("prefill", "vllm:prompt_tokens_total") == tokens
-    assert grown("prefill", "vllm:request_queue_time_seconds_count") == 1
     assert grown("router", "corun_router_finished_samples_total") == 1
     for name in ("decode", "prefill"):
         assert before[name]["corun_node_certified"] == before[name]["corun_node_serving"] == 1

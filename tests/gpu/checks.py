@@ -226,20 +226,26 @@ def pairs(bench: Bench) -> Iterator[Found]:
     for pair, number in sorted(Counter(ran).items()):
         bad = sum(1 for i, other in enumerate(ran) if other == pair and i in wrong)
         yield Outcome(name=f"pair {pair}", total=number, equal=number - bad, detail={"alone ran on": dict(first)})
-    yield {"pairs used": len({*ran}), "pairs": len(bench.status.nodes) ** 2 // 4}
+    roles = Counter(one.node.role for one in bench.status.nodes)
+    yield {"pairs used": len({*ran}), "pairs": roles[NodeRole.PREFILL] * roles[NodeRole.DECODE]}
 
 
 def restarts(bench: Bench) -> Iterator[Found]:
-    """Kill -9 the first decode node under load, then the first prefill node. Each gives the same bits again."""
+    """Kill -9 the first node that samples under load, then the first that prefills. Each gives the same bits again."""
+    plans = bench.nodes.topology.nodes
+    sampling, prefilling = (
+        next(node.name for node in plans if node.module in (f"{side}_node", "colocated_node"))
+        for side in ("decode", "prefill")
+    )
     made = bench.cases(bench.count(16), 1, 1024, 14, max_tokens=min(256, bench.prompts.model_len // 4))
     alone = bench.run(made, len(made))
     with ThreadPoolExecutor(1) as pool:
         interrupted = pool.submit(bench.run, made, len(made))
         time.sleep(1.0)
-        bench.nodes.restart("d0", bench.remaining_s)
+        bench.nodes.restart(sampling, bench.remaining_s)
         yield compared("restarted decode node", alone, bench.run(made, len(made)))
         yield compared("killed decode node under load", alone, interrupted.result(bench.remaining_s))
-    bench.nodes.restart("p0", bench.remaining_s)
+    bench.nodes.restart(prefilling, bench.remaining_s)
     yield compared("restarted prefill node", alone, bench.run(made, len(made)))
 
 

@@ -24,6 +24,7 @@ import tyro
 
 from corun.config.fields import DecodeConfig
 from corun.models import tiny
+from corun.node.certificate import SELF_TEST_FAILED
 from corun.node.vllm import start as base
 from decode_node import engine as decode
 
@@ -94,7 +95,6 @@ def newest_trace(folder: Path) -> list[Event]:
 async def profile(llm: Any, rows: int, into: Path) -> dict[str, float]:
     """Decode `rows` requests, record `STEPS` steps of them, and return the time of their parts."""
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
 
     seen, wanted, reached, ended = 0, WARM_STEPS, asyncio.Event(), asyncio.Event()
     running = {f"rows-{rows}-{number}" for number in range(rows)}
@@ -111,8 +111,7 @@ async def profile(llm: Any, rows: int, into: Path) -> dict[str, float]:
     llm.on_outputs = take
     for number, name in enumerate(sorted(running)):
         sampling = SamplingParams(temperature=0.6, seed=number, max_tokens=2000, ignore_eos=True, detokenize=False)
-        request = EngineCoreRequest(name, [5], None, sampling, None, 0.0, None, None, None)
-        await llm.engine_core.add_request_async(request)
+        await llm.engine_core.add_request_async(base.core_request(name, [5], sampling))
     await asyncio.wait_for(reached.wait(), TIMEOUT_S)
     await llm.start_profile()
     first, wanted = seen, seen + STEPS
@@ -144,7 +143,7 @@ async def main(options: Profile, into: Path) -> None:
     try:
         finding = await base.certify(llm)
         began = time.monotonic()
-        certified = await decode.certify_rows(llm, wanted=not finding)
+        certified, _ = await decode.certify_rows(llm, SELF_TEST_FAILED if finding else "")
         print(json.dumps({"certified": certified, "s": round(time.monotonic() - began, 2), "finding": finding}))
         for rows in options.rows:
             parts = await profile(llm, rows, into)

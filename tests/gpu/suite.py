@@ -1,12 +1,13 @@
 """The verification suite: start a cluster on a model, compare bits, stop it, and run stock vLLM as the control.
 
-`python -m tests.gpu.suite --model DIR [--prefill-gpus 0] [--decode-gpus 0] [--json PATH]`. The first check is the
-paper's (Section V-B): 32 prompts, temperature 0.6, seed 42, alone and in a batch of 32. Prints a JSON line per result,
-one digest over all outputs, and a table. Exit code: 0 if every bit agreed, 3 if one did not, 1 if something was not
-checked.
+`python -m tests.gpu.suite --model DIR [--prefill-gpus 0] [--decode-gpus 0] [--colocated-gpus 0] [--json PATH]`, where
+colocated nodes alone take the place of a pair. The first check is the paper's (Section V-B): 32 prompts, temperature
+0.6, seed 42, alone and in a batch of 32. Prints a JSON line per result, one digest over all outputs, and a table. Exit
+code: 0 if every bit agreed, 3 if one did not, 1 if something was not checked.
 
-`--freedoms all|none|rows|packed|chunks|cached` says what the nodes may do to be faster. All of these must give the same
-bits: run one with `--json FILE`, and each other one with `--same-bits-as FILE`.
+`--freedoms all|none|rows|packed|chunks|cached|mixed` says what the nodes may do to be faster. All of these must give
+the same bits, from a pair and from colocated nodes: run one with `--json FILE`, and each other one with
+`--same-bits-as FILE`.
 
 Owns the course of a run and its time: no check may use up the time of the others, and all results so far are on disk at
 any moment.
@@ -206,7 +207,7 @@ class Run:
         cases.write_text(json.dumps({"prompts": [prompt for prompt, _, _ in paper], "seed": PAPER_SEED, **PAPER}))
         flags = ["--cases", str(cases), "--max-model-len", str(topology.model_len)]
         flags += ["--tensor-parallel-size", str(topology.tensor_parallel_size)]
-        gpus = topology.decode_gpus[: topology.tensor_parallel_size]
+        gpus = topology.nodes[-1].gpus
         with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)) if has_gpu() else None), log.open("wb") as sink:
             command = [sys.executable, "-m", "tests.e2e.stock", topology.model_path, *flags]
             process = subprocess.Popen(command, stdout=sink, stderr=sink)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from corun import Client
-from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.config.flags import parse
 from corun.errors import CorunError
+from corun.types import NodeState
 from corun_bench import conditions, nodes
 from corun_bench.nodes import Topology
 from tests.e2e.stock import result_of
@@ -35,6 +36,15 @@ def test_gpus_are_shared_out_to_nodes() -> None:
     assert [(node.name, node.gpus) for node in both.nodes] == [("p0", (0,)), ("p1", (1,)), ("d0", (0,)), ("d1", (1,))]
     split = Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(2, 3), tensor_parallel_size=2)
     assert [(node.name, node.gpus) for node in split.nodes] == [("p0", (0, 1)), ("d0", (2, 3))]
+    mixed = Topology(model="tiny", prefill_gpus=(0,), decode_gpus=(1,), colocated_gpus=(2, 3))
+    assert [(node.name, node.gpus) for node in mixed.nodes] == [("p0", (0,)), ("d0", (1,)), ("c0", (2,)), ("c1", (3,))]
+    assert mixed.node_ids == {"p0", "d0", "c0-prefill", "c0-decode", "c1-prefill", "c1-decode"}
+    alone = Topology(model="tiny", colocated_gpus=(0,))
+    assert [(node.name, node.module, node.gpus) for node in alone.nodes] == [("c0", "colocated_node", (0,))]
+    lent = Topology(model="tiny", prefill_gpus=(1,), colocated_gpus=(0,))
+    assert [node.name for node in lent.nodes] == ["p0", "c0"]
+    with pytest.raises(ValueError, match="there must be a decode_node or a colocated_node"):
+        _ = Topology(model="tiny", decode_gpus=()).nodes
     with pytest.raises(ValueError, match="cannot be shared out"):
         _ = Topology(model="tiny", prefill_gpus=(0, 1, 2), tensor_parallel_size=2).nodes
 
@@ -45,6 +55,7 @@ def test_gpus_are_shared_out_to_nodes() -> None:
         (Topology(model="tiny"), 0.42),
         (Topology(model="tiny", decode_gpus=(1,)), 0.84),
         (Topology(model="tiny", gpu_memory_utilization=0.47), 0.47),
+        (Topology(model="tiny", colocated_gpus=(0,)), 0.84),
     ],
 )
 def test_nodes_share_the_memory_of_a_gpu(topology: Topology, share: float, on_gpu: None) -> None:
@@ -61,31 +72,31 @@ def test_nodes_share_the_memory_of_a_gpu(topology: Topology, share: float, on_gp
         ("rows", {"packed", "chunks", "cached"}, {"cached"}),
         ("packed", {"chunks", "cached"}, {"rows", "cached"}),
         ("cached", {"packed", "chunks"}, {"rows"}),
+        ("mixed", {"packed", "chunks", "cached"}, {"rows", "cached"}),
     ],
 )
-def test_what_was_not_asked_for_is_switched_off(
-    freedoms: Any, prefill: set[str], decode: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_asked_for_is_switched_off(freedoms: Any, prefill: set[str], decode: set[str]) -> None:
     """A node that does not have a setting is not given it."""
-    own = {PrefillConfig: ("packed_prefill", "free_chunks"), DecodeConfig: ("smaller_steps",)}
-    named = {
-        config: [SimpleNamespace(name=name) for name in (*names, "prefix_caching")] for config, names in own.items()
-    }
-    monkeypatch.setattr(nodes, "fields", named.__getitem__)
-    topology = Topology(model="tiny", freedoms=freedoms)
-    for node, off in zip(topology.nodes, (prefill, decode), strict=True):
+    topology = Topology(model="tiny", freedoms=freedoms, prefill_gpus=(0,), decode_gpus=(0,), colocated_gpus=(1,))
+    mixed = {"mixed"} - {freedoms} if freedoms != "all" else set()
+    for node, off in zip(topology.nodes, (prefill, decode, prefill | decode | mixed), strict=True):
         flags = {flag for flag in topology.flags(node) if flag.startswith("--no-")}
         assert flags == {f"--no-{nodes.FREEDOMS[name].replace('_', '-')}" for name in off}
 
 
 @pytest.mark.parametrize("freedoms", ["all", "none", *nodes.FREEDOMS])
 def test_nodes_take_the_flags_of_a_topology(freedoms: Any) -> None:
-    topology = Topology(model="tiny", freedoms=freedoms, decode_split="own-length")
-    prefill, decode = (parse(nodes.CONFIGS[node.module], topology.flags(node)) for node in topology.nodes)
+    gpus: dict[str, Any] = {"prefill_gpus": (0,), "decode_gpus": (0,), "colocated_gpus": (1,)}
+    topology = Topology(model="tiny", freedoms=freedoms, **gpus)
+    prefill, decode, colocated = (parse(nodes.CONFIGS[node.module], topology.flags(node)) for node in topology.nodes)
     assert isinstance(prefill, PrefillConfig)
     assert isinstance(decode, DecodeConfig)
-    assert decode.decode_split == "own-length"
-    assert decode.smaller_steps == (freedoms in ("all", "rows"))
+    assert isinstance(colocated, ColocatedConfig)
+    assert (colocated.slots, colocated.chunk_size) == (decode.slots, prefill.chunk_size)
+    assert decode.smaller_steps == colocated.smaller_steps == (freedoms in ("all", "rows"))
+    assert colocated.mixed_steps == (freedoms in ("all", "mixed"))
+    split = Topology(model="tiny", decode_split="own-length")
+    assert parse(DecodeConfig, split.flags(split.nodes[1])).decode_split == "own-length"
 
 
 def test_runs_are_compared_by_the_bits_of_their_cases() -> None:
@@ -113,6 +124,32 @@ def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monke
     with pytest.raises(nodes.StartError, match="stopped while it started"):
         cluster.start()
     assert started == ["router", "p0", "p1", "d0", "d1"]
+
+
+def test_a_colocated_node_has_joined_with_both_its_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: dict[str, str] = {}
+    cluster = nodes.Nodes(Topology(model="tiny", colocated_gpus=(0,)), nodes.Processes(tmp_path))
+    monkeypatch.setattr(
+        cluster,
+        "_nodes",
+        lambda: [
+            SimpleNamespace(
+                state=NodeState.READY, node=SimpleNamespace(ref=SimpleNamespace(node_id=name, generation=generation))
+            )
+            for name, generation in ready.items()
+        ],
+    )
+    cluster.started["c0"] = 0.0
+    (plan,) = cluster.topology.nodes
+    for name in plan.node_ids:
+        assert not cluster.all_ready()
+        cluster._joined()
+        assert cluster.seconds == {}
+        ready[name] = "g1"
+    cluster._joined()
+    assert cluster.all_ready()
+    assert len(cluster.seconds["c0"]) == 1
+    assert cluster.generation(plan) == "g1"
 
 
 def test_the_stages_of_a_start_are_timed_by_the_logs(tmp_path: Path) -> None:
