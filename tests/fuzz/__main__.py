@@ -35,6 +35,8 @@ class Options:
     """Real engines only: directory of a checkpoint, or the built-in one."""
     slots: int = 8
     """Real engines only: slots of the decode node."""
+    gpu: int = 0
+    """Real engines only: the GPU of both nodes, if there are GPUs."""
     threads: int = 1
     """Real engines only: CPU threads of each engine."""
     calm_s: float = CALM_S
@@ -80,7 +82,9 @@ async def run_cases(options: Options) -> dict[str, Any]:
 
 
 async def run_siege(options: Options) -> dict[str, Any]:
-    topology = Topology(model=options.model, threads=options.threads, slots=options.slots)
+    gpus = (options.gpu,)
+    sizes = {"threads": options.threads, "slots": options.slots}
+    topology = Topology(model=options.model, prefill_gpus=gpus, decode_gpus=gpus, **sizes)
     with tempfile.TemporaryDirectory() as scratch:
         logs, at_once = Path(options.logs or scratch), options.at_once or 6
         report = await besiege(
