@@ -164,7 +164,6 @@ class UnavailableError(_RetryableError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
-
 class OverloadedError(_RetryableError):
     """There is no room now. Try again after `retry_after_s` seconds."""
 
