@@ -201,6 +201,22 @@ class FakeRouter(ClusterServiceServicer):
         )
 
 
+class FailedCall(grpc.RpcError):
+    """A failed call, as stubs raise it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any = None) -> None:
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
+
+
 def text_of(token_id: int) -> str:
     return chr(97 + token_id % 26)
 

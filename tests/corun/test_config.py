@@ -48,11 +48,6 @@ threads = 1
 """
 
 
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    return Secrets.make(tmp_path_factory.mktemp("secrets"))
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "cluster.toml"

@@ -16,7 +16,7 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.types import FinishReason, ResumePoint
-from tests.corun.fake_router import make_receipt
+from tests.corun.fake_router import FailedCall, make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)
 
@@ -93,23 +93,10 @@ def test_nothing_follows_a_receipt() -> None:
         rest.finish()
 
 
-class Broken(grpc.RpcError):
-    """A connection that broke."""
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        return "Socket closed"
-
-    def trailing_metadata(self) -> tuple[()]:
-        return ()
-
-
 def test_delays_grow_until_output_comes() -> None:
-    rest = resumption()
-    delays = [rest.retry_s(Broken(), "a:1") for _ in range(4)]
+    rest, broken = resumption(), FailedCall(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    delays = [rest.retry_s(broken, "a:1") for _ in range(4)]
     assert 0 < delays[0] <= 0.05
     assert delays[3] > delays[0]
     rest.take(chunk(1))
-    assert rest.retry_s(Broken(), "a:1") <= 0.05
+    assert rest.retry_s(broken, "a:1") <= 0.05

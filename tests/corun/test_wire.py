@@ -277,19 +277,7 @@ def test_enum_values() -> None:
         codec.receipt_from_proto(types_pb2.Receipt())
 
 
-def test_generate_request() -> None:
-    request = codec.generate_request("hi", SamplingParams(), seed=0, request_id="r")
-    assert (request.text, request.WhichOneof("prompt"), request.request_id) == ("hi", "text", "r")
-    assert request.HasField("seed")
-    request = codec.generate_request([1, 2], SamplingParams())
-    assert (list(request.token_ids.ids), request.HasField("seed")) == ([1, 2], False)
-
-
-def test_verify_request() -> None:
-    case = VerifyCase(prompt_token_ids=(1, 2), sampling_params=SamplingParams(), seed=7, output_digest="d")
-    request = codec.verify_request([case], [Condition.ALONE], order_seed=3)
-    assert codec.verify_case_from_proto(request.cases[0]) == case
-    assert (list(request.conditions), request.order_seed) == ([cluster_service_pb2.CONDITION_ALONE], 3)
+def test_a_case_without_a_prompt_is_refused_by_its_number() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^cases\[0\]\.prompt_token_ids = no tokens: must not be empty"):
         codec.verify_request([VerifyCase(prompt_token_ids=(), sampling_params=SamplingParams(), seed=7)])
 

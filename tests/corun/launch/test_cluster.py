@@ -117,44 +117,33 @@ def test_a_colocated_node_is_settled_once_both_its_sides_are_used() -> None:
     assert unsettled([node], (), (), (), {"main": [{"colocated-0-decode"}]}) == {node}
 
 
-@pytest.mark.parametrize(
-    ("failed", "fatal"),
-    [
-        ("prefill-0", ""),
-        ("decode-0", ""),
-        ("colocated-0", ""),
-        ("prefill-0 decode-0", ""),
-        ("prefill-0 colocated-0", "prefill-0"),
-        ("decode-0 colocated-0", "decode-0"),
-    ],
-)
-def test_a_colocated_node_does_what_a_pair_does(failed: str, fatal: str) -> None:
-    want = wanted(1, 1, 1)
-    statuses = {
-        m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
-        for m in want
-    }
-    found = failure(want, statuses, ["main"])
-    assert (found.name if found else "") == fatal
+PAIR, PAIR_AND_TWO_SIDES = (1, 2), (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("failed", "is_ready", "fatal"),
+    ("want", "failed", "is_ready", "fatal"),
     [
-        ("", False, ""),
-        ("decode-1", False, "decode-1"),
-        ("decode-1", True, ""),
-        ("decode-0 decode-1", True, "decode-0"),
-        ("prefill-0", True, "prefill-0"),
-        ("router", True, "router"),
+        (PAIR, "", False, ""),
+        (PAIR, "decode-1", False, "decode-1"),
+        (PAIR, "decode-1", True, ""),
+        (PAIR, "decode-0 decode-1", True, "decode-0"),
+        (PAIR, "prefill-0", True, "prefill-0"),
+        (PAIR, "router", True, "router"),
+        # A colocated node does what a pair does.
+        (PAIR_AND_TWO_SIDES, "prefill-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "decode-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "colocated-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "prefill-0 decode-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "prefill-0 colocated-0", True, "prefill-0"),
+        (PAIR_AND_TWO_SIDES, "decode-0 colocated-0", True, "decode-0"),
     ],
 )
-def test_what_a_cluster_does_not_survive(failed: str, is_ready: bool, fatal: str) -> None:
+def test_what_a_cluster_does_not_survive(want: tuple[int, ...], failed: str, is_ready: bool, fatal: str) -> None:
     statuses = {
         m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
-        for m in wanted(1, 2)
+        for m in wanted(*want)
     }
-    found = failure(wanted(1, 2), statuses, ["main"] if is_ready else [])
+    found = failure(wanted(*want), statuses, ["main"] if is_ready else [])
     assert (found.name if found else "") == fatal
 
 
