@@ -127,9 +127,9 @@ def main(arguments: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def end_children(pid: int, timeout_s: float = _KILL_TIMEOUT_S) -> None:
+def end_children(pid: int) -> None:
     """Kill and reap the children of this process, and the orphans that they leave to it."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
     while _reap({}) and time.monotonic() < deadline:
         for child in children(pid):
             with suppress(ProcessLookupError):
