@@ -85,13 +85,6 @@ def test_missing_processes_are_started_and_surplus_ones_stopped(
     assert ("router: waiting: its machine, a, is gone" in told(capsys)) == (not run)
 
 
-def test_nodes_on_one_gpu_start_side_by_side() -> None:
-    """Each counts its own memory alone (corun/node/vllm/worker.py), so no start disturbs another."""
-    fleet = Recorder()
-    cluster(spec(2, 2, nodes_per_gpu=4), fleet)._reconcile()
-    assert fleet.started == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
-
-
 def test_a_node_is_settled_once_every_router_uses_it_or_none_does() -> None:
     def left(want: tuple[ProcessSpec, ...], run: tuple[ProcessSpec, ...], *used: str, stopping: str = "") -> list[str]:
         nodes = [member for member in wanted(2, 2) if not member.is_router]
