@@ -98,8 +98,8 @@ class Generation:
 class Assembler:
     """Joins the interleaved chunks of one request, which the client has checked, into its generation."""
 
-    def __init__(self, n: int, prompt_token_ids: Sequence[int] | None = None) -> None:
-        self._prompt_token_ids = tuple(prompt_token_ids or ())
+    def __init__(self, n: int, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._prompt_token_ids = tuple(prompt_token_ids)
         self._chunks: list[list[Chunk]] = [[] for _ in range(n)]
 
     def add(self, chunk: Chunk) -> None:
