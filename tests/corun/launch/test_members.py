@@ -82,6 +82,12 @@ def test_a_process_understands_its_command(pool: PoolSpec, name: str, module: st
     assert other[2] == "tests.other"
 
 
+def test_routers_know_a_colocated_process_as_two_nodes() -> None:
+    nodes = {member.name: member.node_ids for member in members(ClusterSpec(pools=(POOL,)))}
+    assert nodes["colocated-1"] == ("colocated-1-prefill", "colocated-1-decode")
+    assert (nodes["decode-0"], nodes["router"]) == (("decode-0",), ())
+
+
 def test_router_that_listens_anywhere_is_reached_at_its_machine() -> None:
     for host, reached in (("0.0.0.0", "10.0.0.9:2"), ("10.0.0.3", "10.0.0.3:2"), ("::1", "[::1]:2")):
         pool = PoolSpec(common={"model": "m"}, router={"host": host, "port": 1})
