@@ -1,16 +1,15 @@
 """What a client receives: chunks as they stream, and the samples that they add up to.
 
-This module owns the assembly of a response stream and the checks that need nothing but the response itself. It must
-not know channels, deadlines or how responses are encoded (`corun.rpc.codec`).
+This module owns the assembly of a response stream. It must not know how chunks are received and checked
+(`corun.client.request`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corun.errors import DataLossError
-from corun.receipt import Receipt, output_digest, prompt_digest, tokens_digest
+from corun.receipt import Receipt
 from corun.types import FinishReason
 
 Prompt = str | Sequence[int]
@@ -97,55 +96,28 @@ class Generation:
 
 
 class Assembler:
-    """Assembles the interleaved chunks of one request into its generation.
+    """Joins the interleaved chunks of one request, which the client has checked, into its generation."""
 
-    Every finished sample is checked against its receipt. A difference raises DataLossError.
-    """
-
-    def __init__(self, n: int, prompt_token_ids: Sequence[int] | None = None) -> None:
-        self._prompt_token_ids = tuple(prompt_token_ids or ())
+    def __init__(self, n: int, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._prompt_token_ids = tuple(prompt_token_ids)
         self._chunks: list[list[Chunk]] = [[] for _ in range(n)]
 
     def add(self, chunk: Chunk) -> None:
-        if chunk.sample_index >= len(self._chunks):
-            raise DataLossError(f"the router sent sample {chunk.sample_index} of {len(self._chunks)}")
         self._chunks[chunk.sample_index].append(chunk)
         self._prompt_token_ids = self._prompt_token_ids or chunk.prompt_token_ids
 
     def finish(self) -> Generation:
-        """Return the generation. Raises DataLossError if a sample is incomplete or differs from its receipt."""
+        """Return the generation. All chunks must have been added."""
         samples = tuple(_join(index, chunks) for index, chunks in enumerate(self._chunks))
-        sent = prompt_digest(self._prompt_token_ids)
-        for sample in samples:
-            receipt = sample.receipt
-            facts: dict[str, tuple[object, object]] = {
-                "seed": (sample.seed, receipt.seed),
-                "finish reason": (sample.finish_reason, receipt.finish_reason),
-                "number of tokens": (len(sample.token_ids), receipt.num_output_tokens),
-            }
-            if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
-                facts["tokens digest"] = (tokens_digest(sample.token_ids), receipt.tokens_digest)
-            if len(sample.logprobs) == len(sample.token_ids):  # The output digest covers them.
-                facts["output digest"] = (output_digest(sample.token_ids, sample.logprobs), receipt.output_digest)
-            check_facts(sample.index, facts)
-            if receipt.prompt_digest != sent:
-                raise DataLossError(f"sample {sample.index} was computed from another prompt than the one sent")
         return Generation(
             request_id=samples[0].receipt.request_id, prompt_token_ids=self._prompt_token_ids, samples=samples
         )
 
 
-def check_facts(sample_index: int, facts: Mapping[str, tuple[object, object]]) -> None:
-    """Raise DataLossError for the first fact whose found value differs from the one that the receipt states."""
-    for name, (found, stated) in facts.items():
-        if found != stated:
-            raise DataLossError(f"sample {sample_index}: its {name} is {found}, its receipt says {stated}")
-
-
 def _join(index: int, chunks: Sequence[Chunk]) -> Sample:
-    last = chunks[-1] if chunks else None
-    if last is None or last.finish_reason is None or last.receipt is None:
-        raise DataLossError(f"the stream ended before sample {index} did")
+    last = chunks[-1]
+    assert last.finish_reason is not None  # The client raises an error for a stream that ends too early.
+    assert last.receipt is not None
     text = "".join(chunk.text for chunk in chunks)
     return Sample(
         index=index,

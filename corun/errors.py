@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -56,28 +56,8 @@ class Shown(str):
         return str(self)
 
 
-class _Details:
-    """The google.rpc details of a status, by message type."""
-
-    def __init__(self, details: list[any_pb2.Any]) -> None:
-        self._details = details
-
-    def find(self, message: Message) -> bool:
-        """Fill `message` from the first detail of its type. Return False if there is none."""
-        try:
-            return any(detail.Unpack(message) for detail in self._details)
-        except DecodeError:
-            return False  # The peer is not one of our processes. The code and the text still say enough.
-
-    def info(self) -> Mapping[str, str]:
-        """Return the metadata of our own ErrorInfo; empty if there is none."""
-        info = error_details_pb2.ErrorInfo()
-        return dict(info.metadata) if self.find(info) and info.domain == _DOMAIN else {}
-
-    def retry_s(self) -> float | None:
-        """Return the retry delay in seconds; None if there is none."""
-        retry = error_details_pb2.RetryInfo()
-        return retry.retry_delay.ToNanoseconds() / 1e9 if self.find(retry) else None
+Details = Sequence[any_pb2.Any]
+"""The google.rpc details of a status."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[CorunError]] = {}
@@ -104,7 +84,7 @@ class CorunError(Exception):
         return []
 
     @classmethod
-    def _unpack(cls, text: str, details: _Details) -> CorunError:
+    def _unpack(cls, text: str, details: Details) -> CorunError:
         """Return the error of a status with this class's code."""
         return cls(text)
 
@@ -128,9 +108,9 @@ class _RefusedValueError(CorunError):
         return [error_details_pb2.BadRequest(field_violations=[violation]), info]
 
     @classmethod
-    def _unpack(cls, text: str, details: _Details) -> CorunError:
-        request, info = error_details_pb2.BadRequest(), details.info()
-        if not details.find(request) or not request.field_violations:
+    def _unpack(cls, text: str, details: Details) -> CorunError:
+        request, info = _find(error_details_pb2.BadRequest(), details), _metadata(details)
+        if not request.field_violations:
             return cls("request", Shown("refused"), text)
         violation = request.field_violations[0]
         limit = info.get("limit", violation.description)
@@ -155,7 +135,7 @@ class PermissionDeniedError(_RefusedValueError):
 class _RetryableError(CorunError):
     """What both errors that may say when to come back have in common."""
 
-    def __init__(self, message: str, retry_after_s: float | None) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.args = (message, retry_after_s)
         self.retry_after_s = retry_after_s
@@ -167,6 +147,13 @@ class _RetryableError(CorunError):
         retry.retry_delay.FromNanoseconds(max(0, round(self.retry_after_s * 1e9)))
         return [retry]
 
+    @classmethod
+    def _unpack(cls, text: str, details: Details) -> CorunError:
+        retry = _find(error_details_pb2.RetryInfo(), details)
+        if not retry.HasField("retry_delay"):
+            return cls(text)
+        return cls(text, retry.retry_delay.ToNanoseconds() / 1e9)
+
 
 class UnavailableError(_RetryableError):
     """Something that the call needs is not there; the message says what.
@@ -175,13 +162,6 @@ class UnavailableError(_RetryableError):
     """
 
     code = grpc.StatusCode.UNAVAILABLE
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message, retry_after_s)
-
-    @classmethod
-    def _unpack(cls, text: str, details: _Details) -> CorunError:
-        return cls(text, details.retry_s())
 
 
 class OverloadedError(_RetryableError):
@@ -194,11 +174,10 @@ class OverloadedError(_RetryableError):
         super().__init__(message, retry_after_s)
 
     @classmethod
-    def _unpack(cls, text: str, details: _Details) -> CorunError:
-        retry_s = details.retry_s()
-        if retry_s is None and (too_large := _TOO_LARGE.search(text)):  # gRPC refused it before our code saw it.
+    def _unpack(cls, text: str, details: Details) -> CorunError:
+        if not details and (too_large := _TOO_LARGE.search(text)):  # gRPC refused it before our code saw it.
             return too_large_error(int(too_large[1]), int(too_large[2]))
-        return cls(text, DEFAULT_RETRY_S if retry_s is None else retry_s)
+        return super()._unpack(text, details)
 
 
 class DeadlineError(CorunError):
@@ -241,11 +220,9 @@ class ContractMismatchError(CorunError):
         return [failure]
 
     @classmethod
-    def _unpack(cls, text: str, details: _Details) -> CorunError:
-        failure = error_details_pb2.PreconditionFailure()
-        details.find(failure)
+    def _unpack(cls, text: str, details: Details) -> CorunError:
         differences: dict[str, tuple[str, str]] = {}
-        for violation in failure.violations:
+        for violation in _find(error_details_pb2.PreconditionFailure(), details).violations:
             try:
                 a, b = json.loads(violation.description)
             except (TypeError, ValueError):
@@ -271,8 +248,8 @@ class StaleGenerationError(CorunError):
         return [_info("STALE_GENERATION", **{name: _clip(value, 128) for name, value in values.items()})]
 
     @classmethod
-    def _unpack(cls, text: str, details: _Details) -> CorunError:
-        info = details.info()
+    def _unpack(cls, text: str, details: Details) -> CorunError:
+        info = _metadata(details)
         if not {"node_id", "expected", "actual"} <= set(info):
             return InternalError(f"the peer answered ABORTED: {text}")
         return cls(info["node_id"], info["expected"], info["actual"])
@@ -330,13 +307,12 @@ def from_rpc_error(error: grpc.RpcError) -> CorunError:
     code, text = failed.code() or grpc.StatusCode.UNKNOWN, failed.details() or "no details"
     if code not in _BY_CODE:
         return InternalError(f"the peer answered {code.name}: {text}")
-    details: list[any_pb2.Any] = []
+    details: Details = []
     for key, value in failed.trailing_metadata() or ():
         if key == _DETAILS_KEY:
             with suppress(DecodeError):
-                details = list(status_pb2.Status.FromString(value).details)
-            break
-    return _BY_CODE[code]._unpack(text, _Details(details))
+                details = status_pb2.Status.FromString(value).details
+    return _BY_CODE[code]._unpack(text, details)
 
 
 def is_answered(error: grpc.RpcError) -> bool:
@@ -368,6 +344,19 @@ def _clip(text: str, length: int = MAX_SHOWN_VALUE) -> str:
     """Return at most `length` characters of `text` as valid Unicode, since protobuf refuses lone surrogates."""
     clipped = text if len(text) <= length else text[: length - 1] + "…"
     return clipped.encode("utf-8", "replace").decode()
+
+
+def _find(message: Any, details: Details) -> Any:
+    """Fill a message from the first detail of its type. It stays empty if there is none."""
+    with suppress(DecodeError):  # The peer is not one of our processes. The code and the text still say enough.
+        any(detail.Unpack(message) for detail in details)
+    return message
+
+
+def _metadata(details: Details) -> Mapping[str, str]:
+    """Return the metadata of our own ErrorInfo; empty if there is none."""
+    info = _find(error_details_pb2.ErrorInfo(), details)
+    return dict(info.metadata) if info.domain == _DOMAIN else {}
 
 
 def _info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:

@@ -45,14 +45,14 @@ class Receipt:
     finish_reason: FinishReason
     prefill_node: NodeRef
     decode_node: NodeRef
-    tokens_digest: str = ""
-    """The digest of the output's token ids alone; 64 hex digits. Empty in receipts of earlier versions."""
+    tokens_digest: str
+    """The digest of the output's token ids alone; 64 hex digits."""
     cached_tokens: int = 0
     """The number of prompt tokens whose KV came from the prefill node's prefix cache. It is information: no bit depends
-    on it. 0 in receipts of earlier versions."""
+    on it."""
     certificates: str = ""
     """The digest of the certificates of both nodes (`certificates_digest`); 64 hex digits. It is information: no bit
-    depends on it. Empty in receipts of earlier versions."""
+    depends on it. Empty if neither node has one."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain values for JSON."""
@@ -60,10 +60,7 @@ class Receipt:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Receipt:
-        """Read what `to_dict` wrote. Raises InvalidArgumentError for an unknown, mistyped or missing field.
-
-        Fields that receipts of earlier versions did not have may be missing.
-        """
+        """Read what `to_dict` wrote. Raises InvalidArgumentError for an unknown, mistyped or missing field."""
         receipt: Receipt = from_plain("receipt", cls, values)
         return receipt
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corun.errors import UnavailableError
-from corun.guard import stat_fields
-from corun.processes import descendants, end_tree
+from corun.processes import descendants, end_tree, stat_fields
 
 TAIL = 3000
 """The number of characters from the end of a log that an error carries."""

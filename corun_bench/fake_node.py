@@ -23,7 +23,7 @@ import grpc.aio
 import uvloop
 
 from corun.node.membership import NodeAgent
-from corun.rpc.encode import ResponseEncoder
+from corun.rpc import codec
 from corun.rpc.server import GrpcServer, raise_file_limit, run
 from corun.testing.engines import BLOCK_SIZE, Facts, FakeKv, FakePrefillEngine
 from corun.testing.model import contract
@@ -125,7 +125,7 @@ class FakeDirect:
 
     async def generate(self, data: bytes, context: Any) -> None:
         request = cluster_service_pb2.GenerateRequest.FromString(data)
-        encoder, name = ResponseEncoder(request.request_id, 0, request.seed), next(self._names)
+        head, name = codec.response_head(request.request_id, 0, request.seed), next(self._names)
         rows = self._rows[name] = asyncio.Queue[StepRow]()
         self._engine.add(name, request.sampling_params.max_tokens)
         try:
@@ -133,7 +133,9 @@ class FakeDirect:
             while finish is None:
                 row = await rows.get()
                 assert row.token_id is not None  # No row fails here.
-                await context.write(encoder.encode(" word", [row.token_id], [row.logprob]))
+                response = cluster_service_pb2.GenerateResponse()
+                codec.fill_response(response, head, " word", [row.token_id], [row.logprob])
+                await context.write(response.SerializeToString())
                 finish = row.finish
         finally:
             await self._engine.abort(name)

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.observe.tracing import Value
 from corun.receipt import Receipt
-from corun.rpc.encode import ResponseEncoder, opening, together
+from corun.rpc import codec
 from corun.rpc.pump import Source
 from router.attempt import SampleTask
 from router.output import Piece
@@ -35,7 +36,7 @@ MESSAGE_BYTES = 256 * 1024
 
 
 class Responses(Source):
-    """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own.
+    """The responses of one request. Most tokens get a response of their own.
 
     prompt, fingerprint: what only the first response says. call_number: the call's number on a shared stream.
     """
@@ -55,7 +56,7 @@ class Responses(Source):
         self._first = prompt, fingerprint
         self._call_number = call_number
         self._num_samples = running.num_samples
-        self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
+        self._heads: dict[int, Any] = {}  # By sample index.
         self._messages: deque[bytes] = deque()
 
     @property
@@ -80,23 +81,29 @@ class Responses(Source):
 
     def pull(self) -> bytes | None:
         if not self._messages:
-            self._messages.extend(self.take())
+            taken = codec.outputs_response().responses
+            self.take(taken)
+            self._messages.extend(message.SerializeToString() for message in taken)
         return self._messages.popleft() if self._messages else None
 
-    def take(self) -> list[bytes]:
-        """Take all responses that are there now. Raises the error that ended the request."""
-        return [self._encode(piece) for piece in self._outbox.take()]
+    def take(self, responses: Any) -> int:
+        """Add all responses that are there now to a message's. Return their bytes.
 
-    def _encode(self, piece: Piece) -> bytes:
+        Raises the error that ended the request.
+        """
+        return sum(self._fill(responses.add(), piece).ByteSize() for piece in self._outbox.take())
+
+    def _fill(self, message: Any, piece: Piece) -> Any:
         if piece.receipt is not None:
             self._receipts.append(piece.receipt)
-        encoder = self._encoders.get(piece.sample_index)
-        if encoder is None:
-            encoder = ResponseEncoder(self._request_id, piece.sample_index, piece.seed, self._call_number)
-            self._encoders[piece.sample_index] = encoder
+        head = self._heads.get(piece.sample_index)
+        if head is None:
+            head = codec.response_head(self._request_id, piece.sample_index, piece.seed, self._call_number)
+            self._heads[piece.sample_index] = head
         logprobs = piece.logprobs if self._with_logprobs else ()
         first, self._first = self._first, ((), "")
-        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, *first, piece.token_texts or ())
+        texts = piece.token_texts or ()
+        return codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
 
 
 class OutputStream(Source):
@@ -113,7 +120,7 @@ class OutputStream(Source):
         self.stream_id = secrets.token_hex(16)
         """The name of the stream, which nobody can guess."""
         self.owner = owner
-        self._opening: bytes | None = opening(self.stream_id)
+        self._has_begun = False
         self._calls: dict[int, asyncio.Future[None]] = {}  # By number: the ends of the calls.
         self._filled: dict[int, Responses] = {}  # By number: what there is to take, oldest first.
         self._last: list[asyncio.Future[None]] = []  # The ends of calls whose last response is being written.
@@ -157,24 +164,20 @@ class OutputStream(Source):
         for ended in self._last:  # The message before this one has been written.
             _settle(ended)
         self._last.clear()
-        if self._opening is not None:
-            found, self._opening = self._opening, None
-            return found
+        if not self._has_begun:
+            self._has_begun = True
+            return codec.outputs_response(self.stream_id).SerializeToString()
         if self._has_ended:
             return b""
-        taken: list[bytes] = []
-        over: list[int] = []
-        size = 0
+        message, size = codec.outputs_response(), 0
         while self._filled and size < MESSAGE_BYTES:
             number, responses = next(iter(self._filled.items()))
             del self._filled[number]
-            for message in responses.take():
-                taken.append(message)
-                size += len(message)
+            size += responses.take(message.responses)
             if responses.has_ended:
-                over.append(number)
+                message.ended.append(number)
                 self._last.append(self._calls[number])
-        return together(taken, over) if taken else None
+        return message.SerializeToString() if message.responses else None
 
     def close(self) -> None:
         """End every call that still uses the stream."""

@@ -42,7 +42,7 @@ class Generate:
             raise InvalidArgumentError("prompt", self.prompt, "must be given, as text or as --token-ids, not both")
         prompt: Prompt = self.prompt or self.token_ids
         params = self.sampling.params()
-        assembler = Assembler(params.n, None if isinstance(prompt, str) else prompt)
+        assembler = Assembler(params.n, () if isinstance(prompt, str) else prompt)
         with self.cluster.client() as client, SampleWriter(params.n) as writer:
             for chunk in client.stream(
                 prompt, params, seed=self.seed, request_id=self.request_id, priority=self.priority

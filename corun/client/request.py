@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from corun.client.routers import MIN_RETRY_S, Backoff, Deadline, typed_error
-from corun.completion import Assembler, Chunk, Prompt, check_facts
+from corun.completion import Assembler, Chunk, Prompt
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -29,7 +29,7 @@ from corun.errors import (
 )
 from corun.observe.trace_context import Metadata, of_caller
 from corun.params import SamplingParams
-from corun.receipt import OutputDigest, Receipt
+from corun.receipt import OutputDigest, Receipt, prompt_digest
 from corun.rpc import codec
 from corun.types import Priority, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
@@ -56,9 +56,13 @@ class PreparedRequest:
     metadata: Metadata = ()
     """The call's metadata: it names the caller's span, if there is one."""
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt's token ids; empty for a text, whose token ids come with the first chunk."""
+        return self.request.token_ids.ids
+
     def assembler(self) -> Assembler:
-        is_text = self.request.WhichOneof("prompt") == "text"
-        return Assembler(self.n, None if is_text else self.request.token_ids.ids)
+        return Assembler(self.n, self.token_ids)
 
 
 def prepare(
@@ -187,10 +191,10 @@ class _Received:
             done=self.done,
         )
 
-    def add(self, chunk: Chunk) -> None:
-        """Add a chunk.
+    def add(self, chunk: Chunk, prompt: str) -> None:
+        """Add a chunk. prompt: the digest of the prompt.
 
-        Raises DataLossError if the chunk does not continue the sample, or if its receipt differs from the sample.
+        Raises DataLossError if the chunk does not continue the sample, or if its receipt differs from sample or prompt.
         """
         count = len(chunk.token_ids)
         if self.done:
@@ -200,26 +204,28 @@ class _Received:
         if len(chunk.logprobs) != count:
             raise DataLossError(f"{self._name} came with {len(chunk.logprobs)} log probabilities for {count} tokens")
         if self._with_token_texts and len(chunk.token_texts) != count:
-            limit = f"{len(chunk.token_texts)} texts for {count} tokens"
-            raise DataLossError(f"{self._name} came with {limit}: the router may be older than this client")
+            raise DataLossError(f"{self._name} came with {len(chunk.token_texts)} texts for {count} tokens")
         self._seed = chunk.seed
         self._text_bytes += len(chunk.text.encode())
         for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
             self._digest.update(token_id, logprob)
         if chunk.receipt is not None:
-            self._check(chunk, chunk.receipt)
+            self._check(chunk, chunk.receipt, prompt)
             self.done = True
 
-    def _check(self, chunk: Chunk, receipt: Receipt) -> None:
+    def _check(self, chunk: Chunk, receipt: Receipt, prompt: str) -> None:
         facts: dict[str, tuple[object, object]] = {
             "seed": (chunk.seed, receipt.seed),
             "finish reason": (chunk.finish_reason, receipt.finish_reason),
             "number of tokens": (self._digest.num_tokens, receipt.num_output_tokens),
             "output digest": (self._digest.hexdigest(), receipt.output_digest),
+            "tokens digest": (self._digest.tokens_hexdigest(), receipt.tokens_digest),
         }
-        if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
-            facts["tokens digest"] = (self._digest.tokens_hexdigest(), receipt.tokens_digest)
-        check_facts(self._index, facts)
+        for name, (found, stated) in facts.items():
+            if found != stated:
+                raise DataLossError(f"{self._name}: its {name} is {found}, its receipt says {stated}")
+        if receipt.prompt_digest != prompt:
+            raise DataLossError(f"{self._name} was computed from another prompt than the one sent")
 
 
 class Resumption:
@@ -233,7 +239,8 @@ class Resumption:
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
         self._samples = [_Received(index, with_token_texts=prepared.logprobs) for index in range(prepared.n)]
-        self._prompt: tuple[int, ...] = ()
+        self._prompt = tuple(prepared.token_ids)
+        self._prompt_digest = prompt_digest(self._prompt)
         self._fingerprint = ""
         self._has_begun = False
         self._backoff = Backoff()
@@ -268,14 +275,16 @@ class Resumption:
             raise ContractMismatchError("the request went on under another contract", differences)
         if self._prompt and prompt not in ((), self._prompt):
             raise DataLossError("the request went on from another prompt")
-        self._samples[chunk.sample_index].add(chunk)
         told = replace(
             chunk,
             logprobs=chunk.logprobs if self._prepared.logprobs else (),
             prompt_token_ids=() if self._prompt else prompt,
             fingerprint="" if known else fingerprint,
         )
-        self._fingerprint, self._prompt = known or fingerprint, self._prompt or prompt
+        if prompt and not self._prompt:
+            self._prompt, self._prompt_digest = prompt, prompt_digest(prompt)
+        self._samples[chunk.sample_index].add(chunk, self._prompt_digest)
+        self._fingerprint = known or fingerprint
         self._has_begun, self._failing_since, self._backoff = True, None, Backoff()
         return told
 

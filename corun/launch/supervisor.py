@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from corun import guard
+from corun import processes
 from corun.observe.stages import Reader
 
 USAGE_ERROR = 2
@@ -92,7 +92,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(grace_s), *argv]
+        self._argv = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(grace_s), *argv]
         self._log = log
         self._log_start = 0  # The log offset where the output of the current process begins.
         self._stages = Reader(log)

@@ -12,14 +12,14 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from socketserver import ThreadingMixIn
 from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from corun.errors import UnavailableError
@@ -30,6 +30,9 @@ STEPS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0
 """The bounds, in seconds, for the time of a step, or of a token."""
 LOOP_TIMEOUT_S = 5.0
 """The number of seconds that an event loop has to give its numbers. A scrape that has to wait longer fails."""
+
+# Otherwise there would be a series beside each one: when it was made.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Values = Mapping[tuple[str, ...], float]
 """The values of a metric, by the values of its labels."""
@@ -102,7 +105,7 @@ class MetricsServer:
         self._registry = CollectorRegistry()
         self._metrics_app: Any = make_wsgi_app(self._registry)
         ProcessCollector(registry=self._registry)
-        self._running: tuple[WSGIServer, Thread] | None = None
+        self._running: tuple[_Server, Thread] | None = None
 
     @property
     def port(self) -> int:
@@ -156,10 +159,8 @@ class MetricsServer:
         return [b"yes\n" if is_passed else b"no\n"]
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _Server(ThreadingWSGIServer):
     """Answers every request in a thread of its own. The address may be one of IPv6."""
-
-    daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -187,9 +188,6 @@ class _LoopCollector(Collector):
 
     def _collect(self, made: Future[list[Metric]]) -> None:
         try:
-            metrics = list(self._registry.collect())
-            for metric in metrics:  # prometheus_client adds a series beside each one: when it was made.
-                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            made.set_result(metrics)
+            made.set_result(list(self._registry.collect()))
         except Exception as error:
             made.set_exception(error)

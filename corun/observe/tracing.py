@@ -128,7 +128,9 @@ class _Tracing:
         self._trace = trace
         self.failed = trace.Status(trace.StatusCode.ERROR)
 
-    def start(self, name: str, parent: Any, attributes: Mapping[str, Value] | None, at: int | None = None) -> Any:
+    def start(
+        self, name: str, parent: Any, attributes: Mapping[str, Value] | None = None, at: int | None = None
+    ) -> Any:
         context = None if parent is None else self._trace.set_span_in_context(parent)
         return self._tracer.start_span(name, context, attributes=attributes, start_time=at)
 
@@ -184,13 +186,13 @@ async def stop() -> None:
             log.warning("the last spans could not be sent within %g s", SHUTDOWN_TIMEOUT_S)
 
 
-def of_call(call: Any, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+def of_call(call: Any, name: str) -> Span:
     """Return a span for a call that is being answered (its gRPC context), within the caller's span if there is one."""
     if not _running:
         return OFF
     context = read(call.invocation_metadata() or ())
     parent = None if context is None else _running[0].remote(context)
-    return Span(_running[0], _running[0].start(name, parent, attributes))
+    return Span(_running[0], _running[0].start(name, parent))
 
 
 def caller_of(call: Any) -> Span:

@@ -227,6 +227,52 @@ def priority_from_proto(number: cluster_pb2.Priority) -> Priority:
     return Priority.NORMAL if number == cluster_pb2.PRIORITY_UNSPECIFIED else _known_priority(number)
 
 
+def response_head(request_id: str, sample_index: int, seed: int, call_number: int = 0) -> cluster_pb2.GenerateResponse:
+    """Return what all responses of one sample have in common."""
+    return cluster_pb2.GenerateResponse(
+        request_id=request_id, sample_index=sample_index, seed=seed, call_number=call_number
+    )
+
+
+def outputs_response(stream_id: str = "") -> cluster_pb2.StreamOutputsResponse:
+    """Return a message of a shared stream, to be filled. stream_id: only for the stream's first message."""
+    return cluster_pb2.StreamOutputsResponse(stream_id=stream_id)
+
+
+def fill_response(
+    message: cluster_pb2.GenerateResponse,
+    head: cluster_pb2.GenerateResponse,
+    text: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float] = (),
+    receipt: Receipt | None = None,
+    prompt_token_ids: Sequence[int] = (),
+    fingerprint: str = "",
+    token_texts: Sequence[str] = (),
+) -> cluster_pb2.GenerateResponse:
+    """Fill an empty message with new output of a sample, and return it.
+
+    A router does this for every token. To copy a head takes half as long as to make a message of all fields.
+
+    logprobs: one fp32 value per token id, or none. token_texts: one text per token id, or none. receipt: only for the
+    sample's last message.
+    """
+    message.CopyFrom(head)
+    message.text = text
+    message.token_ids.extend(token_ids)
+    if logprobs:
+        message.logprobs.extend(logprobs)
+    if token_texts:
+        message.token_texts.extend(token_texts)
+    if prompt_token_ids or fingerprint:
+        message.prompt_token_ids.extend(prompt_token_ids)
+        message.fingerprint = fingerprint
+    if receipt is not None:
+        message.finish_reason = finish_reason_to_proto(receipt.finish_reason)
+        message.receipt.CopyFrom(receipt_to_proto(receipt))
+    return message
+
+
 def generate_request(
     prompt: str | Iterable[int],
     params: SamplingParams,

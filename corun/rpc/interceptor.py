@@ -120,18 +120,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         async def respond(_: Any, context: Context) -> Any:
             async with _translated(context, method):
-                with contextlib.closing(Patience(self._client_timeout_s)) as patience:
-                    with patience.expecting("sent no whole request"):
-                        request = await context.read()
-                    if request is _EOF:
-                        raise InvalidArgumentError("message", Shown("none"), "must be sent before the call's end")
-                    if isinstance(request, InvalidArgumentError):
-                        raise request
-                    with permit as known:
-                        _call.set((known, context.peer()))
-                        if not handler.response_streaming:
-                            return await handler.unary_unary(request, context)
-                        return await _write(handler.unary_stream(request, context), context, patience, method)
+                patience = Patience(self._client_timeout_s)
+                with patience.expecting("sent no whole request"):
+                    request = await context.read()
+                if request is _EOF:
+                    raise InvalidArgumentError("message", Shown("none"), "must be sent before the call's end")
+                if isinstance(request, InvalidArgumentError):
+                    raise request
+                with permit as known:
+                    _call.set((known, context.peer()))
+                    if not handler.response_streaming:
+                        return await handler.unary_unary(request, context)
+                    return await _write(handler.unary_stream(request, context), context, patience, method)
 
         return respond
 

@@ -26,8 +26,7 @@ class LateClientError(DeadlineError):
 class Patience:
     """Ends waits for a client that take longer than `timeout_s`. Each wait is one `with patience.expecting(…)`.
 
-    All waits of a call share one timer, since there are as many waits as messages. Make it and wait in the call's own
-    task, one wait after the other, and close it in the end.
+    Make it and wait in the call's own task, one wait after the other.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -35,13 +34,8 @@ class Patience:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._failed = ""
-        self._since: float | None = None  # When the wait in progress began. None: the call does not wait.
+        self._timer: asyncio.TimerHandle | None = None  # None: the call does not wait.
         self._is_over = False  # Whether a wait took too long, and the call's task was cancelled for it.
-        self._timer = self._loop.call_later(timeout_s, self._look)
-
-    def close(self) -> None:
-        """Stop the timer."""
-        self._timer.cancel()
 
     def expecting(self, failed: str) -> Patience:
         """Return this object as the context of waits for the client.
@@ -53,11 +47,13 @@ class Patience:
 
     def begin(self) -> None:
         """Note that the call waits for its client from now on."""
-        self._since = self._loop.time()
+        self._timer = self._loop.call_later(self._timeout_s, self._give_up)
 
     def end(self) -> None:
         """Note that the call no longer waits for its client."""
-        self._since = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def __enter__(self) -> None:
         self.begin()
@@ -67,15 +63,10 @@ class Patience:
         if kind is asyncio.CancelledError and self._is_over:
             raise LateClientError(f"the client {self._failed} for {self._timeout_s:g} s") from None
 
-    def _look(self) -> None:
-        now = self._loop.time()
-        since = now if self._since is None else self._since
-        if now < since + self._timeout_s:
-            self._timer = self._loop.call_at(since + self._timeout_s, self._look)
-            return
+    def _give_up(self) -> None:
         self._is_over = True
         assert self._task is not None  # This object was made in a task.
-        self._task.cancel()  # While `_since` is set, the task waits in `expecting` and nowhere else.
+        self._task.cancel()  # The task waits in `expecting` and nowhere else.
 
 
 class Source(ABC):

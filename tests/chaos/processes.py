@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
-from corun import AsyncClient, ClusterStatus, CorunError, guard
+from corun import AsyncClient, ClusterStatus, CorunError, processes
 from corun.models import tiny
 from corun.processes import descendants, end_tree, living
 from tests.chaos.faults import Kind, Target, within
@@ -60,7 +60,7 @@ class Process:
         self.lives = 0
         """The number of lives started so far."""
         self.log = log
-        self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(GRACE_S), *argv]
+        self._argv = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(GRACE_S), *argv]
         self._guard: asyncio.subprocess.Process | None = None
         self._tree: dict[int, str] = {}
 
@@ -68,7 +68,7 @@ class Process:
     def root(self) -> list[int]:
         """The pid of the process that serves gRPC; empty if it has just ended."""
         assert self._guard is not None
-        return guard.children(self._guard.pid)[:1]
+        return processes.children(self._guard.pid)[:1]
 
     @property
     def tree(self) -> list[int]:

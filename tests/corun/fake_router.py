@@ -62,13 +62,11 @@ class FakeRouter(ClusterServiceServicer):
         self.silent = False
         """Verify nothing."""
         self.without_texts = False
-        """Know nothing of the texts of tokens, as a router of an earlier version."""
+        """Leave out the texts of tokens, and the digests of texts."""
         self.broken: set[Condition] = set()
         """Conditions under which bits differ."""
         self.stopping: set[Condition] = set()
         """Conditions under which samples end for another reason."""
-        self.unsaid: set[str] = set()
-        """Digests that a router of an earlier version does not give."""
         self.results_per_call: int | None = None
         """Results after which the time of a verification is over."""
         self.on_result: Callable[[int], None] = lambda _: None
@@ -150,7 +148,8 @@ class FakeRouter(ClusterServiceServicer):
         for response in self._responses(request, context):
             response.call_number = request.call_number
             stream.put(pb.StreamOutputsResponse(responses=[response]))
-        stream.put(pb.StreamOutputsResponse(ended=[request.call_number]))
+        if context.is_active():  # Else its end says why.
+            stream.put(pb.StreamOutputsResponse(ended=[request.call_number]))
 
     def _responses(self, request: Any, context: Any) -> Iterator[pb.GenerateResponse]:
         prompt = tuple(request.text.encode()) if request.text else tuple(request.token_ids.ids)
@@ -197,9 +196,25 @@ class FakeRouter(ClusterServiceServicer):
             condition=condition,
             match=match,
             expected_digest=expected,
-            receipt=replace(receipt, tokens_digest="") if "tokens_digest" in self.unsaid else receipt,
-            text_digest="" if "text_digest" in self.unsaid else text,
+            receipt=receipt,
+            text_digest="" if self.without_texts else text,
         )
+
+
+class FailedCall(grpc.RpcError):
+    """A failed call, as stubs raise it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any = None) -> None:
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
 
 
 def text_of(token_id: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -65,22 +64,6 @@ def test_without_tokens_all_is_open() -> None:
     with pytest.raises(UnauthenticatedError):
         Gate(cluster=CLUSTER).admit(INTERNAL[0], ())
     Gate(cluster=CLUSTER).admit(GENERATE, ())
-
-
-def test_a_token_has_so_many_requests_at_once(gate: Gate) -> None:
-    with ExitStack() as held:
-        for _ in range(2):
-            held.enter_context(gate.admit(GENERATE, bearer(ALICE)))
-        with (
-            pytest.raises(OverloadedError, match="client alice has 2 requests") as caught,
-            gate.admit(GENERATE, bearer(ALICE)),
-        ):
-            pass
-        assert caught.value.retry_after_s > 0
-        for _ in range(10):
-            held.enter_context(gate.admit(GENERATE, bearer(BOB)))
-    with gate.admit(GENERATE, bearer(ALICE)):
-        pass
 
 
 def test_every_token_is_compared_whole(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from corun.completion import Assembler
 from corun.receipt import output_digest
 from corun.records.verification import VerifyCase
 from corun.rpc import codec
-from corun.seeds import sample_seed
 from corun.types import Priority
 from tests.corun.fake_router import WAIT_S, FakeRouter, make_receipt, sample_output, text_of
 
@@ -94,16 +93,6 @@ def test_what_is_not_given_is_drawn_or_left_out(client: Client, fake: FakeRouter
     assert not fake.requests[0].HasField("seed")
     assert client.generate([1, 2, 3], PARAMS, seed=5).receipt.num_prompt_tokens == 3
     assert list(fake.requests[1].token_ids.ids) == [1, 2, 3]
-
-
-def test_n_samples_have_their_own_seeds(client: Client) -> None:
-    done = client.generate(PROMPT, SamplingParams(max_tokens=4, n=3, logprobs=True), seed=9)
-    assert [sample.index for sample in done.samples] == [0, 1, 2]
-    assert [sample.seed for sample in done.samples] == [sample_seed(9, i) for i in range(3)]
-    assert len({sample.text for sample in done.samples}) == 3
-    assert done.samples[0].token_ids == done.token_ids
-    again = client.generate(PROMPT, SamplingParams(max_tokens=4), seed=done.samples[2].seed)
-    assert again.token_ids == done.samples[2].token_ids
 
 
 def test_a_stream_comes_before_its_end_and_adds_up_to_generate(client: Client, fake: FakeRouter) -> None:
@@ -286,17 +275,6 @@ def test_a_blocking_method_is_described_by_that_of_the_other_client() -> None:
         assert "await" not in blocking.__doc__
         assert {"Raises:", "Example:", "Args:"} <= set(blocking.__doc__.split())
     assert inspect.signature(Client) == inspect.signature(AsyncClient)
-
-
-def test_verify_yields_every_case_under_every_condition(client: Client, fake: FakeRouter) -> None:
-    fake.broken = {Condition.CROWDED}
-    cases = [VerifyCase(prompt_token_ids=(1, 2), sampling_params=PARAMS, seed=seed) for seed in range(3)]
-    results = list(client.verify(cases, [Condition.ALONE, Condition.CROWDED], order_seed=4))
-    assert [(r.case_index, r.condition, r.match) for r in results] == [
-        *((i, Condition.ALONE, True) for i in range(3)),
-        *((i, Condition.CROWDED, False) for i in range(3)),
-    ]
-    assert fake.verified[0].order_seed == 4
 
 
 async def test_async_client_gives_the_same(client: Client, fake: FakeRouter) -> None:

@@ -48,11 +48,6 @@ threads = 1
 """
 
 
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    return Secrets.make(tmp_path_factory.mktemp("secrets"))
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "cluster.toml"
@@ -439,14 +434,6 @@ def test_what_up_starts_gets_paths_only(secrets: Secrets, tmp_path: Path) -> Non
         argv = command(pool, node, file=file, routers=("10.0.0.1:1",), host="10.0.0.2")
         assert parse(config, argv[3:]).cluster_token_file == secrets.path("cluster.token")
         assert not [text for text in secrets.texts if text in " ".join(argv)]
-
-
-def test_a_public_address_needs_tls_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray")
-    assert main(["up", "--host", "0.0.0.0", "--port", "0"]) == 2
-    shown = capsys.readouterr().err
-    assert "host = '0.0.0.0': is a public address, so it needs --tls-cert, --tls-key" in shown
-    assert "--insecure" in shown
 
 
 def test_part_of_it_is_not_enough(secrets: Secrets) -> None:

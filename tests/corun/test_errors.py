@@ -34,6 +34,7 @@ from corun.errors import (
     shown,
     to_status,
 )
+from tests.corun.fake_router import FailedCall
 
 ERRORS: list[CorunError] = [
     InvalidArgumentError("sampling_params.top_p", 1.5, "must be in (0, 1]"),
@@ -52,25 +53,9 @@ ERRORS: list[CorunError] = [
 ]
 
 
-class Failed(grpc.RpcError):
-    """A failed call, as stubs raise it."""
-
-    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any = None) -> None:
-        self._code, self._details, self._metadata = code, details, metadata
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str | None:
-        return self._details
-
-    def trailing_metadata(self) -> Any:
-        return self._metadata
-
-
 def sent(error: CorunError) -> CorunError:
     status: Any = rpc_status.to_status(to_status(error))
-    return from_rpc_error(Failed(status.code, status.details, status.trailing_metadata))
+    return from_rpc_error(FailedCall(status.code, status.details, status.trailing_metadata))
 
 
 def leaves(cls: type[CorunError]) -> Iterator[type[CorunError]]:
@@ -98,8 +83,8 @@ def test_an_error_comes_back_whole(error: CorunError) -> None:
 
 def test_an_answer_is_not_a_broken_connection() -> None:
     status: Any = rpc_status.to_status(to_status(UnavailableError("no nodes")))
-    answered: Any = Failed(status.code, status.details, status.trailing_metadata)
-    broken: Any = Failed(status.code, status.details, ())
+    answered: Any = FailedCall(status.code, status.details, status.trailing_metadata)
+    broken: Any = FailedCall(status.code, status.details, ())
     assert (is_answered(answered), is_answered(broken)) == (True, False)
 
 
@@ -158,22 +143,22 @@ def test_all_the_fields_of_a_contract_fit() -> None:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (Failed(grpc.StatusCode.UNAVAILABLE, "connection refused"), UnavailableError("connection refused")),
-        (Failed(grpc.StatusCode.CANCELLED, None), CancelledByPeerError("no details")),
-        (Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy"), OverloadedError("busy", 1.0)),
+        (FailedCall(grpc.StatusCode.UNAVAILABLE, "connection refused"), UnavailableError("connection refused")),
+        (FailedCall(grpc.StatusCode.CANCELLED, None), CancelledByPeerError("no details")),
+        (FailedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy"), OverloadedError("busy", 1.0)),
         (
-            Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (33 vs. 16)"),
+            FailedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (33 vs. 16)"),
             InvalidArgumentError("message", Shown("33 bytes"), "must be at most 16 bytes"),
         ),
         (
-            Failed(grpc.StatusCode.INVALID_ARGUMENT, "no"),
+            FailedCall(grpc.StatusCode.INVALID_ARGUMENT, "no"),
             InvalidArgumentError("request", Shown("refused"), "no"),
         ),
-        (Failed(grpc.StatusCode.FAILED_PRECONDITION, "no"), ContractMismatchError("no", {})),
-        (Failed(grpc.StatusCode.ABORTED, "no"), InternalError("the peer answered ABORTED: no")),
-        (Failed(grpc.StatusCode.UNIMPLEMENTED, "no"), InternalError("the peer answered UNIMPLEMENTED: no")),
+        (FailedCall(grpc.StatusCode.FAILED_PRECONDITION, "no"), ContractMismatchError("no", {})),
+        (FailedCall(grpc.StatusCode.ABORTED, "no"), InternalError("the peer answered ABORTED: no")),
+        (FailedCall(grpc.StatusCode.UNIMPLEMENTED, "no"), InternalError("the peer answered UNIMPLEMENTED: no")),
         (
-            Failed(grpc.StatusCode.NOT_FOUND, "no", [("grpc-status-details-bin", b"\xff")]),
+            FailedCall(grpc.StatusCode.NOT_FOUND, "no", [("grpc-status-details-bin", b"\xff")]),
             NotFoundError("no"),
         ),
     ],
@@ -188,4 +173,6 @@ def test_foreign_details_are_ignored() -> None:
     status = status_pb2.Status(code=5, message="no")
     status.details.add(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff\xff")
     metadata = [("grpc-status-details-bin", status.SerializeToString())]
-    assert isinstance(from_rpc_error(Failed(grpc.StatusCode.INVALID_ARGUMENT, "no", metadata)), InvalidArgumentError)
+    assert isinstance(
+        from_rpc_error(FailedCall(grpc.StatusCode.INVALID_ARGUMENT, "no", metadata)), InvalidArgumentError
+    )

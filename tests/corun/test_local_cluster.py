@@ -103,29 +103,6 @@ async def test_wrong_bits_are_found_and_end_the_nodes_that_may_have_given_them()
             await cluster.node("p1").end()
 
 
-async def test_a_stream_goes_on_from_a_pair_to_a_colocated_node_and_back() -> None:
-    """The bits are the same on both kinds, and one process that ends takes both its sides."""
-    token_ids = tuple(expected([1], PARAMS, seed=1)[0])
-    async with local_cluster(prefill=1, decode=1, colocated=1, step_ms=5) as cluster:
-        await cluster.kill("c1")
-        for kinds in (("p1", "d1"), ("c1",)):
-            others = {"p1", "d1", "c1"} - set(kinds)
-            async with AsyncClient(cluster.address) as client:
-                tokens: list[int] = []
-                async for chunk in client.stream([1], PARAMS, seed=1):
-                    if not tokens:
-                        for name in others:
-                            await cluster.restart(name)
-                        for name in kinds:
-                            await cluster.kill(name)
-                    tokens += chunk.token_ids
-                assert tuple(tokens) == token_ids
-            assert chunk.receipt is not None
-            ran = {chunk.receipt.prefill_node.node_id, chunk.receipt.decode_node.node_id}
-            assert {name.partition("-")[0] for name in ran} == others
-        await cluster.idle()
-
-
 async def test_both_sides_of_a_colocated_node_end_and_come_back_together() -> None:
     async with local_cluster(prefill=0, decode=0, colocated=1) as cluster, AsyncClient(cluster.address) as client:
         done = await client.generate([1], PARAMS, seed=1)

@@ -15,9 +15,7 @@ from packaging.requirements import Requirement
 
 import corun
 from corun.config import extras
-from corun.config.extras import needs_extra
 from corun.config.fields import DecodeConfig
-from corun.errors import CorunError
 from decode_node import __main__ as decode_node
 
 if sys.version_info >= (3, 11):
@@ -59,17 +57,6 @@ def test_the_wheel_says_what_it_is() -> None:
     assert {"Operating System :: POSIX :: Linux", "Typing :: Typed", *pythons} <= set(PROJECT["classifiers"])
     assert not [one for one in PROJECT["classifiers"] if one.startswith("License ::")]  # PEP 639: beside `license`.
     assert (ROOT / "corun" / "py.typed").is_file()
-
-
-@pytest.mark.parametrize(
-    ("extra", "told"),
-    [("router", "pip install '.[router]'"), ("bench", "pip install '.[bench]'"), ("cpu", "make setup")],
-)
-def test_what_is_missing_is_the_smallest_extra(extra: str, told: str) -> None:
-    with pytest.raises(CorunError, match="needs package uvloop") as found, needs_extra("corun that", extra):
-        raise ModuleNotFoundError("No module named 'uvloop'", name="uvloop")
-    assert told in str(found.value)
-    assert extra in EXTRAS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.types import FinishReason, ResumePoint
-from tests.corun.fake_router import make_receipt
+from tests.corun.fake_router import FailedCall, make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)
 
@@ -32,10 +32,11 @@ def chunk(*ids: int, **changes: Any) -> Chunk:
     return replace(plain, **changes)
 
 
-def last(*ids: int, tokens: list[tuple[int, float]], **changes: Any) -> Chunk:
+def last(*ids: int, tokens: list[tuple[int, float]], prompt: tuple[int, ...] = (), **changes: Any) -> Chunk:
     """The end of a sample whose receipt says these tokens, and what else is changed in the receipt."""
-    receipt = make_receipt("r", 0, prompt=(1,), seed=7, params=PARAMS, tokens=tokens)
-    return chunk(*ids, finish_reason=FinishReason.LENGTH, receipt=replace(receipt, **changes))
+    receipt = make_receipt("r", 0, prompt=(120,), seed=7, params=PARAMS, tokens=tokens)
+    end: dict[str, Any] = {"finish_reason": FinishReason.LENGTH, "prompt_token_ids": prompt}
+    return chunk(*ids, **end, receipt=replace(receipt, **changes))
 
 
 def test_it_asks_for_what_is_missing() -> None:
@@ -72,6 +73,7 @@ def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
         (chunk(2, prompt_token_ids=(121,)), DataLossError, "from another prompt"),
         (chunk(2, fingerprint="g"), ContractMismatchError, "under another contract"),
         (last(tokens=[(2, -1.0)]), DataLossError, "its output digest is"),
+        (last(tokens=[(1, -1.0)], prompt_digest="0" * 64), DataLossError, "another prompt than the one sent"),
         (last(2, tokens=[(1, -1.0)]), DataLossError, "its number of tokens is 2"),
     ],
 )
@@ -84,30 +86,17 @@ def test_what_does_not_continue_is_refused(wrong: Chunk, error: type[Exception],
 
 def test_nothing_follows_a_receipt() -> None:
     rest = resumption()
-    rest.take(last(1, tokens=[(1, -1.0)]))
+    rest.take(last(1, tokens=[(1, -1.0)], prompt=(120,)))
     with pytest.raises(DataLossError, match="went on after its end"):
         rest.take(chunk(2))
     with pytest.raises(DataLossError, match="before sample 1 did"):
         rest.finish()
 
 
-class Broken(grpc.RpcError):
-    """A connection that broke."""
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        return "Socket closed"
-
-    def trailing_metadata(self) -> tuple[()]:
-        return ()
-
-
 def test_delays_grow_until_output_comes() -> None:
-    rest = resumption()
-    delays = [rest.retry_s(Broken(), "a:1") for _ in range(4)]
+    rest, broken = resumption(), FailedCall(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    delays = [rest.retry_s(broken, "a:1") for _ in range(4)]
     assert 0 < delays[0] <= 0.05
     assert delays[3] > delays[0]
     rest.take(chunk(1))
-    assert rest.retry_s(Broken(), "a:1") <= 0.05
+    assert rest.retry_s(broken, "a:1") <= 0.05

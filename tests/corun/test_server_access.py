@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.cli import issue_certs, main
-from corun.client.client import AsyncClient, Client
+from corun.client.client import AsyncClient
 from corun.config.fields import TlsConfig
 from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
 from corun.rpc.auth import Gate, bearer, read_client_tokens
@@ -23,11 +23,6 @@ from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2 as pb
 from tests.corun.serving import DEADLINE_S, Servicer, connected, failure, serving, texts
 from tests.secrets import Secrets
-
-
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    return Secrets.make(tmp_path_factory.mktemp("secrets"))
 
 
 def gate_of(secrets: Secrets, line: str = "") -> Gate:
@@ -136,17 +131,6 @@ async def test_each_service_wants_its_own(secrets: Secrets) -> None:
                     assert isinstance(await failure(refused), UnauthenticatedError)
         async with channel(server.address, access=Access(token=secrets.token("cluster"))) as link:
             await release(link)
-
-
-async def test_both_clients_send_theirs(secrets: Secrets) -> None:
-    async with serving(gate=gate_of(secrets)) as server:
-        async with AsyncClient(server.address, token="wrong-" * 5, timeout_s=DEADLINE_S) as client:
-            with pytest.raises(UnauthenticatedError, match="needs a client's token"):
-                await client.get_cluster()
-        with Client(server.address, token=secrets.token("client"), timeout_s=DEADLINE_S) as blocking:
-            assert (await asyncio.to_thread(blocking.get_cluster)).router_id == "r"
-        async with AsyncClient(server.address, token=secrets.token("client"), timeout_s=DEADLINE_S) as client:
-            assert (await client.get_cluster()).router_id == "r"
 
 
 async def test_health_needs_none_and_reflection_is_off(secrets: Secrets) -> None:

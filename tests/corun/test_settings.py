@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -103,20 +102,8 @@ CONSTANTS = {"SEED_KEY_VARIABLE": "CORUN_SEED_KEY"}
 
 def variables_read(source: str) -> set[str]:
     """Return the names of the environment variables that a module reads or sets, if they are literals or constants."""
-    tree = ast.parse(source)
-    constants: dict[str, Any] = dict(CONSTANTS)
-    for node in tree.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
-                constants[name] = value
-    found: list[ast.expr] = []
-    calls = {f"os.environ.{name}" for name in ("get", "setdefault", "pop")} | {"os.getenv"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
-            found.append(node.args[0])
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-            found.append(node.slice)
-        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
-            found.append(node.left)
-    names = [constants.get(each.id) if isinstance(each, ast.Name) else getattr(each, "value", None) for each in found]
-    return {name for name in names if isinstance(name, str)}
+    constants = CONSTANTS | dict(re.findall(r'^(\w+) = "(\w+)"$', source, re.MULTILINE))
+    words = re.findall(r'os\.(?:getenv\(|environ(?:\.(?:get|setdefault|pop)\(|\[))("?\w+"?)', source)
+    words += re.findall(r'("?\w+"?) (?:not )?in os\.environ', source)
+    names = (word.strip('"') if word.startswith('"') else constants.get(word, "") for word in words)
+    return {name for name in names if name}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from corun import guard
+from corun import processes
 from corun.launch.supervisor import ProcessState, RestartPolicy, Supervisor
 from corun.node.life import EXIT_QUARANTINED
 
@@ -40,7 +40,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30) ->
 
 
 def alive(pid: int) -> bool:
-    fields = guard.stat_fields(pid)
+    fields = processes.stat_fields(pid)
     return fields is not None and fields[0] != "Z"  # A container's init may never reap.
 
 
@@ -159,8 +159,8 @@ def test_nothing_outlives_a_killed_supervisor_for_a_moment(log: Path, is_asked: 
     assert owner.stdin is not None
     assert owner.stdout is not None
     wait_for(lambda: "up" in written(log), "started")
-    (of_guard,) = guard.children(owner.pid)
-    tree = [of_guard, *guard.children(of_guard), first_pid(log)]
+    (of_guard,) = processes.children(owner.pid)
+    tree = [of_guard, *processes.children(of_guard), first_pid(log)]
     assert len(tree) == 3
     if is_asked:
         owner.stdin.write("stop\n")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from corun import Client, CorunError, guard
+from corun import Client, CorunError, processes
 from corun.processes import descendants, end_tree, living
 from corun.types import ClusterStatus, NodeState
 from tests.machine import command_line, free_port
@@ -41,7 +41,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = STAR
 
 def guarded(argv: Sequence[str]) -> list[str]:
     """Return a command line that ends with this process, however this one ends, along with all that it started."""
-    return [sys.executable, "-I", guard.__file__, str(os.getpid()), str(END_S), *argv]
+    return [sys.executable, "-I", processes.__file__, str(os.getpid()), str(END_S), *argv]
 
 
 class Hosts:
@@ -198,7 +198,7 @@ class Up:
 
     def stop(self) -> None:
         """End it as Ctrl-C does, and check that nothing of it is left on any host."""
-        ours = {pid: at for pid, at in self._hosts.trees.items() if "guard.py" in command_line(pid)}
+        ours = {pid: at for pid, at in self._hosts.trees.items() if "processes.py" in command_line(pid)}
         ours |= {child: at for pid in ours for child, at in descendants(pid).items()}
         assert len(ours) >= 6, "at least three processes, each under a guard"
         self.process.terminate()

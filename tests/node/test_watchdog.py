@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from corun.errors import UnavailableError
-from corun.guard import stat_fields
 from corun.node.watchdog import Pulse, end_with_parent
-from corun.processes import cpu_seconds
+from corun.processes import cpu_seconds, stat_fields
 from tests.node.scripted_router import until
 
 DEADLINE_S = 60.0

@@ -220,7 +220,16 @@ def test_status_shows_slots_nodes_queue_audits_and_fingerprint(corun: Any, fake:
     out = corun("status").out
     assert "audited 10 (4 on the same node), mismatches 1, failed 2, skipped 3, waiting 5" in out
     assert "last mismatch [b] d1" in out
-    assert json.loads(corun("status", "--json").out)["audit"] == asdict(audit)
+    assert "\nno " not in out, "these nodes know no freedoms"
+    done = corun("status", "--json")
+    status = json.loads(done.out)
+    node = status["nodes"][1]
+    assert (done.out.count("\n"), status["serving"], status["fingerprint"]) == (1, True, FINGERPRINT)
+    assert (node["state"], node["load"]["used_slots"], node["node"]["role"]) == ("ready", 3, "decode")
+    assert (node["node"]["contract"]["decode"]["slots"], status["audit"]) == (100, asdict(audit))
+    fake.status = replace(fake.status, nodes=(), fingerprint="")
+    done = corun("status")
+    assert (done.code, "no node has joined" in done.out) == (4, True)
 
 
 @pytest.mark.parametrize(
@@ -283,25 +292,6 @@ def test_status_shows_the_sides_of_a_colocated_node_next_to_each_other(corun: An
     assert [node["node"]["engine_id"] for node in known] == ["e", "g", "e", "", "f"]
 
 
-def test_status_of_nodes_that_know_no_freedoms_has_no_line_more(corun: Any) -> None:
-    assert "\nno " not in corun("status").out
-
-
-def test_status_json(corun: Any) -> None:
-    done = corun("status", "--json")
-    status = json.loads(done.out)
-    node = status["nodes"][1]
-    assert (done.out.count("\n"), status["serving"], status["fingerprint"]) == (1, True, FINGERPRINT)
-    assert (node["state"], node["load"]["used_slots"], node["node"]["role"]) == ("ready", 3, "decode")
-    assert node["node"]["contract"]["decode"]["slots"] == 100
-
-
-def test_status_of_an_empty_cluster(corun: Any, fake: FakeRouter) -> None:
-    fake.status = replace(fake.status, nodes=(), fingerprint="")
-    done = corun("status")
-    assert (done.code, "no node has joined" in done.out) == (4, True)
-
-
 def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
         monkeypatch.setenv(name, value)
@@ -310,17 +300,12 @@ def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert (process.returncode, err, "###" + "." * 61 in out) == (0, "", True)
 
 
-def test_status_tells_computed_tokens_from_cached_ones(fake: FakeRouter) -> None:
-    (prefill,) = (node for node in fake.status.nodes if node.node.role is NodeRole.PREFILL)
-    load = replace(prefill.load, tokens=1200, cached_tokens=3400)
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(picture(replace(fake.status, nodes=(replace(prefill, load=load),)), fake.address))
-    assert re.search(r"1200 tokens .*\n.* 3400 cached ", console.export_text())
-
-
 def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     nodes = [
-        replace(node, load=replace(node.load, tokens=1_234_567, steps=123_456, used_kv_blocks=12_345))
+        replace(
+            node,
+            load=replace(node.load, tokens=1_234_567, cached_tokens=3400, steps=123_456, used_kv_blocks=12_345),
+        )
         for node in fake.status.nodes
     ]
     console = Console(width=80, record=True, file=io.StringIO())
@@ -329,6 +314,7 @@ def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     for node in fake.status.nodes:
         assert node.node.ref.generation in text
         assert re.search(rf"^{node.node.ref.node_id} .* ago *$", text, flags=re.MULTILINE), text
+    assert re.search(r"1234567 tokens .*\n.* 3400 cached ", text)
 
 
 # fingerprint

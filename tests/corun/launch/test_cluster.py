@@ -85,13 +85,6 @@ def test_missing_processes_are_started_and_surplus_ones_stopped(
     assert ("router: waiting: its machine, a, is gone" in told(capsys)) == (not run)
 
 
-def test_nodes_on_one_gpu_start_side_by_side() -> None:
-    """Each counts its own memory alone (corun/node/vllm/worker.py), so no start disturbs another."""
-    fleet = Recorder()
-    cluster(spec(2, 2, nodes_per_gpu=4), fleet)._reconcile()
-    assert fleet.started == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
-
-
 def test_a_node_is_settled_once_every_router_uses_it_or_none_does() -> None:
     def left(want: tuple[ProcessSpec, ...], run: tuple[ProcessSpec, ...], *used: str, stopping: str = "") -> list[str]:
         nodes = [member for member in wanted(2, 2) if not member.is_router]
@@ -117,44 +110,33 @@ def test_a_colocated_node_is_settled_once_both_its_sides_are_used() -> None:
     assert unsettled([node], (), (), (), {"main": [{"colocated-0-decode"}]}) == {node}
 
 
-@pytest.mark.parametrize(
-    ("failed", "fatal"),
-    [
-        ("prefill-0", ""),
-        ("decode-0", ""),
-        ("colocated-0", ""),
-        ("prefill-0 decode-0", ""),
-        ("prefill-0 colocated-0", "prefill-0"),
-        ("decode-0 colocated-0", "decode-0"),
-    ],
-)
-def test_a_colocated_node_does_what_a_pair_does(failed: str, fatal: str) -> None:
-    want = wanted(1, 1, 1)
-    statuses = {
-        m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
-        for m in want
-    }
-    found = failure(want, statuses, ["main"])
-    assert (found.name if found else "") == fatal
+PAIR, PAIR_AND_TWO_SIDES = (1, 2), (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("failed", "is_ready", "fatal"),
+    ("want", "failed", "is_ready", "fatal"),
     [
-        ("", False, ""),
-        ("decode-1", False, "decode-1"),
-        ("decode-1", True, ""),
-        ("decode-0 decode-1", True, "decode-0"),
-        ("prefill-0", True, "prefill-0"),
-        ("router", True, "router"),
+        (PAIR, "", False, ""),
+        (PAIR, "decode-1", False, "decode-1"),
+        (PAIR, "decode-1", True, ""),
+        (PAIR, "decode-0 decode-1", True, "decode-0"),
+        (PAIR, "prefill-0", True, "prefill-0"),
+        (PAIR, "router", True, "router"),
+        # A colocated node does what a pair does.
+        (PAIR_AND_TWO_SIDES, "prefill-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "decode-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "colocated-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "prefill-0 decode-0", True, ""),
+        (PAIR_AND_TWO_SIDES, "prefill-0 colocated-0", True, "prefill-0"),
+        (PAIR_AND_TWO_SIDES, "decode-0 colocated-0", True, "decode-0"),
     ],
 )
-def test_what_a_cluster_does_not_survive(failed: str, is_ready: bool, fatal: str) -> None:
+def test_what_a_cluster_does_not_survive(want: tuple[int, ...], failed: str, is_ready: bool, fatal: str) -> None:
     statuses = {
         m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
-        for m in wanted(1, 2)
+        for m in wanted(*want)
     }
-    found = failure(wanted(1, 2), statuses, ["main"] if is_ready else [])
+    found = failure(wanted(*want), statuses, ["main"] if is_ready else [])
     assert (found.name if found else "") == fatal
 
 

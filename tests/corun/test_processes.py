@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corun import guard
+from corun import processes
 
 FAMILY = """
 import subprocess, sys, threading, time
@@ -36,7 +36,7 @@ def family() -> Any:
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
-        seen = ((int(entry.name), guard.stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
+        seen = ((int(entry.name), processes.stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
         children = sorted(child for child, fields in seen if fields is not None and int(fields[1]) == parent.pid)
         assert len(children) == 3
         yield parent.pid, children
@@ -51,28 +51,28 @@ def test_children_of_every_thread_and_ended_ones_are_found_without_a_scan(
     parent, expected = family
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", lambda path: pytest.fail(f"{path} was scanned"))
-        patch.setattr(guard, "stat_fields", lambda *_: pytest.fail("a process was looked up"))
-        assert guard.children(parent) == expected
+        patch.setattr(processes, "stat_fields", lambda *_: pytest.fail("a process was looked up"))
+        assert processes.children(parent) == expected
     monkeypatch.setattr(Path, "exists", lambda _: False)  # As on a kernel without its lists.
-    assert guard.children(parent) == expected
+    assert processes.children(parent) == expected
 
 
 def test_a_process_that_is_gone_has_no_children() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert guard.children(gone.pid) == []
+    assert processes.children(gone.pid) == []
 
 
 def test_children_are_ended_until_none_is_left() -> None:
     """In a process of its own, since it reaps all that it has."""
     code = f"""
 import subprocess, sys, time
-sys.path.insert(0, {str(Path(guard.__file__).parent)!r})
-import guard, os
+sys.path.insert(0, {str(Path(processes.__file__).parent)!r})
+import processes, os
 for _ in range(5): subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 began = time.monotonic()
-guard.end_children(os.getpid())
-assert guard.children(os.getpid()) == []
+processes.end_children(os.getpid())
+assert processes.children(os.getpid()) == []
 assert time.monotonic() - began < 10
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
