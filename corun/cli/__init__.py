@@ -19,8 +19,10 @@ import tyro
 
 import corun
 from corun.cli.batch import Batch
+from corun.cli.diff import Diff
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.generate import Generate
+from corun.cli.replay import Replay
 from corun.cli.status import Status
 from corun.cli.tools import Certs, Gateway, Model
 from corun.cli.up import Scale, Up
@@ -73,6 +75,8 @@ COMMANDS: dict[str, type[Any]] = {
     "batch": Batch,
     "status": Status,
     "verify": Verify,
+    "replay": Replay,
+    "diff": Diff,
     "fingerprint": Fingerprint,
     "model": Model,
     "certs": Certs,

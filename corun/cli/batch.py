@@ -11,13 +11,14 @@ from typing import Annotated, TextIO
 
 import tyro
 
+from corun.cli.fingerprint import contract_lines, contracts_beside
 from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
 from corun.client.client import AsyncClient
 from corun.client.progress import ProgressBar
 from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
 from corun.client.routers import Deadline
 from corun.completion import Generation
-from corun.errors import InvalidArgumentError, OverloadedError
+from corun.errors import CorunError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
 from corun.records.rows import (
     PromptRow,
@@ -41,6 +42,8 @@ class Batch:
     Each input line is an object: {"prompt": "text" or [token ids], "id"?, "seed"?, "params"?: {"temperature": 0.6, …}}.
     Each output line is a finished prompt with its token ids, log probabilities and receipt, in order of completion.
     Sampling options are the defaults of rows that do not set them.
+    Beside the output, NAME.contracts.jsonl gets the contracts that the rows were drawn under, which `corun diff` reads.
+    Routers that ask for tokens give them to operators only.
     A prompt that the cluster refuses is reported at the end, with exit code 2. The other prompts still run.
 
     examples:
@@ -87,6 +90,7 @@ class _Run:
     def __init__(self, batch: Batch, todo: Sequence[PromptRow]) -> None:
         self._batch, self._todo = batch, todo
         self._finished = 0
+        self._fingerprints: set[str] = set()
         self.refused: list[str] = []
 
     async def all(self, sink: TextIO, bar: ProgressBar) -> None:
@@ -100,6 +104,7 @@ class _Run:
                     sink.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
                     sink.flush()
                     self._finished += 1
+                    await self._keep_contracts(client, done.receipt.fingerprint)
                 bar.advance()
 
         async with self._batch.cluster.async_client() as client:
@@ -125,6 +130,22 @@ class _Run:
                 self.refused.append(str(located(row.where, error)))
                 return None
             await asyncio.sleep(delay)
+
+    async def _keep_contracts(self, client: AsyncClient, fingerprint: str) -> None:
+        """Write the contracts of a fingerprint that this run has not met before. A router that does not tell them is no
+        error, since results matter more."""
+        if fingerprint in self._fingerprints:
+            return
+        self._fingerprints.add(fingerprint)
+        try:
+            status = await client.get_cluster()
+        except CorunError:
+            return
+        if lines := contract_lines(status) if status.fingerprint == fingerprint else []:
+            path = contracts_beside(self._batch.output)
+            known = path.read_text(encoding="utf-8") if path.exists() else ""
+            if fingerprint not in known:
+                path.write_text(known + "\n".join(lines) + "\n", encoding="utf-8")
 
     def summary(self, total: int) -> str:
         """Return what to tell of the run. total: the number of rows of the input."""

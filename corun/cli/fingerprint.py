@@ -49,9 +49,8 @@ class Fingerprint:
             return self._diff(*self.diff)
         status = self._status()
         if self.json:
-            for node in [node for node in status.nodes if node.node.contract_json]:
-                ref = {"node_id": node.node.ref.node_id, "state": node.state.value, "fingerprint": status.fingerprint}
-                print(to_line(ref | {"contract": json.loads(node.node.contract_json)}))
+            for line in contract_lines(status):
+                print(line)
             return 0
         print(status.fingerprint)
         if self.explain:
@@ -93,6 +92,21 @@ class Fingerprint:
         raise InvalidArgumentError("diff", name, f"must be a file, 'cluster' or one of the nodes {known}")
 
 
+def contract_lines(status: ClusterStatus) -> list[str]:
+    """Return the contracts of a cluster's nodes as lines of JSON, which `of_file` reads. A router gives them to
+    operators; to others there are none."""
+    lines = []
+    for node in [node for node in status.nodes if node.node.contract_json]:
+        ref = {"node_id": node.node.ref.node_id, "state": node.state.value, "fingerprint": status.fingerprint}
+        lines.append(to_line(ref | {"contract": json.loads(node.node.contract_json)}))
+    return lines
+
+
+def contracts_beside(results: Path) -> Path:
+    """Return the file of the contracts that a batch's results were drawn under."""
+    return results.with_suffix(".contracts.jsonl")
+
+
 def _by_role(found: Sequence[Contract]) -> Contracts:
     """Return the first contract of each role, in their order."""
     contracts: Contracts = {}
@@ -107,8 +121,9 @@ def of_cluster(status: ClusterStatus) -> Contracts:
     return _by_role([Contract.from_json(node.contract_json) for node in nodes])
 
 
-def of_file(path: Path) -> Contracts:
-    """Return the contracts that `corun fingerprint --json` printed. Those of refused nodes do not count.
+def of_file(path: Path, fingerprint: str = "") -> Contracts:
+    """Return the contracts that `corun fingerprint --json` printed. Those of refused nodes do not count, nor those of
+    another fingerprint if one is given.
 
     Raises InvalidArgumentError if the file is not such output or holds no contract.
     """
@@ -120,7 +135,7 @@ def of_file(path: Path) -> Contracts:
         except (KeyError, TypeError, ValueError):
             limit = "must be the output of corun fingerprint --json"
             raise InvalidArgumentError(f"{path}:{number}", line, limit) from None
-        if state is not NodeState.REFUSED:
+        if state is not NodeState.REFUSED and fingerprint in ("", values.get("fingerprint")):
             contracts.append(contract)
     if not contracts:
         raise InvalidArgumentError("diff", str(path), "must hold a contract: the output of corun fingerprint --json")
