@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from colocated_node.room import BUCKETS, BUDGET, PLACES, SLOTS, prompt_blocks
+from colocated_node.shares import BUCKETS, SLOTS, prompt_blocks
 from corun.config.fields import ColocatedConfig
 from corun.node.certificate import untested
 from corun.node.vllm import start as base
@@ -27,7 +27,7 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
     # As a prefill and a decode node (`base.STEP_TOKENS`); rows take a part of it.
     tokens = max(base.STEP_TOKENS, config.chunk_size + config.slots)
     buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
-    shares = {SLOTS: config.slots, BUDGET: tokens - config.slots, PLACES: MAX_SEQUENCES, BUCKETS: list(buckets)}
+    shares = {SLOTS: config.slots, BUCKETS: list(buckets)}
     made = AsyncEngineArgs(
         **base.shared_arguments(config, [NodeRole.PREFILL, NodeRole.DECODE], endpoint, **shares),
         scheduler_cls="colocated_node.scheduler.ColocatedScheduler",

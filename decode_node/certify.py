@@ -139,7 +139,8 @@ class Certification:
                 self._draw.shuffle(rows)
             company = self._company()
             traced = {*traces, *(sequence.name for sequence, _ in company)}
-            found = self._stepper.step([*((sequence, 1) for sequence in rows), *company], ended, traced)
+            tokens = [*((sequence, 1) for sequence in rows), *company]
+            found = self._stepper.step(tokens, ended, traced, rows=len(rows) if company else None)
             self.steps += 1
             self._note_company(company, found)
             for sequence in running:

@@ -63,7 +63,7 @@ class Bench:
         traces: dict[str, Trace] = {}
         while not traces:
             count = min(self._chunk, len(prompt) - sequence.computed)
-            traces = self._stepper.step([(sequence, count)])
+            traces = self._stepper.step([(sequence, count)], rows=0)
         trace = self._stepper.whole(sequence, traces[name])
         self._stepper.close()
         self._pool.give_back(blocks)
@@ -180,7 +180,7 @@ class Freedoms:
 
     def _step(self, tokens: Sequence[tuple[TestSequence, int]], traced: Iterable[str]) -> dict[str, Trace]:
         self.steps += 1
-        found = self._stepper.step(tokens, traced=frozenset(traced))
+        found = self._stepper.step(tokens, traced=frozenset(traced), rows=0)
         return {name: replace(trace, kv=()) for name, trace in found.items()}
 
     def _reference(self, length: int) -> Reference:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from colocated_node.room import prompt_blocks
+from colocated_node.shares import prompt_blocks
 from corun.types import NodeRole
 from decode_node.slots import SlotTable
 from tests.decode_node.test_scheduler import FIXED

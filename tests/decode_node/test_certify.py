@@ -29,6 +29,7 @@ def test_every_row_is_busy_in_some_step_and_rows_move() -> None:
     assert min(map(len, stepper.steps)) == 1
     rows_of_probe = {step.index("probe-0") for step in stepper.steps if "probe-0" in step}
     assert len(rows_of_probe) > 2
+    assert {*stepper.told} == {None}, "no step holds prompts"
 
 
 FLAWS: dict[str, Flaw] = {

@@ -89,8 +89,6 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Decode: the stamps that the handle's blocks must have, by request id."""
         self.rows: int | None = None
         """Colocated: the number of decode rows in a step that also holds prompts; None: it holds none."""
-        self.is_served = True
-        """Whether the step is the scheduler's, and not a self-test's."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -327,10 +325,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return stats
 
     @staticmethod
-    def nothing_to_do() -> HandoffMetadata:
-        """Return the metadata of a step that moves no KV."""
+    def nothing_to_do(rows: int | None) -> HandoffMetadata:
+        """Return the metadata of a step that moves no KV. rows: see `HandoffMetadata`."""
         meta = HandoffMetadata()
-        meta.is_served = False
+        meta.rows = rows
         return meta
 
     def share(self, request_id: str, readers: Iterable[str]) -> bool:
