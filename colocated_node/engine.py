@@ -81,8 +81,7 @@ class ColocatedEngine:
             [*sizes, config.slots],
         )
         engine = cls(prefill=prefill, decode=decode)
-        llm.on_outputs = engine._take
-        llm.on_dead = engine._note_dead
+        llm.on_outputs, llm.on_dead = engine._take, engine._note_dead
         return engine
 
     def _take(self, outputs: list[Any]) -> None:
@@ -91,4 +90,4 @@ class ColocatedEngine:
 
     def _note_dead(self) -> None:
         self.prefill.note_dead()
-        self.decode.on_death()
+        self.decode.note_dead()

@@ -124,8 +124,6 @@ class VllmPrefillEngine:
         self._fresh: set[str] = set()  # Prefills kept since the worker was last asked; it may not know them yet.
         self._asking = asyncio.Lock()
         self._computing: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
-        llm.on_outputs = self.take
-        llm.on_dead = self.note_dead
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
@@ -138,7 +136,9 @@ class VllmPrefillEngine:
         certificate, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
         model = model_contract(llm, config, seen)
         contract = prefill_contract(model, seen, config.chunk_size, buckets)
-        return await cls.of(llm, facts, contract, ref, endpoint, config, certificate)
+        engine = await cls.of(llm, facts, contract, ref, endpoint, config, certificate)
+        llm.on_outputs, llm.on_dead = engine.take, engine.note_dead
+        return engine
 
     @classmethod
     async def of(
@@ -151,7 +151,7 @@ class VllmPrefillEngine:
         config: PrefillConfig,
         certificate: Certificate,
     ) -> VllmPrefillEngine:
-        """Return the prefill side of a started engine."""
+        """Return the prefill side of a started engine, which does not hear of its outputs yet."""
         addresses = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
         endpoint = replace(endpoint, stamp_addresses=tuple(addresses))
         engine = cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction, certificate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +48,6 @@ class Llm:
         self.asked: list[Any] = []
         """The requests that the core got."""
         self.aborted: list[str] = []
-        self.on_outputs: Callable[[list[Any]], Any] = lambda outputs: None
-        self.on_dead: Callable[[], None] = lambda: None
 
     async def add_request_async(self, request: Any) -> None:
         self.asked.append(request)
@@ -143,7 +141,7 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
         engine.freedoms = freedoms
         ended = asyncio.ensure_future(engine.prefill("r", [5] * 20, READER, scope))
         await asyncio.sleep(0)
-        assert llm.on_outputs([output("r"), output("another's")]) == [output("another's")]
+        assert engine.take([output("r"), output("another's")]) == [output("another's")]
         with pytest.raises(InternalError, match="the engine kept no KV for prefill r"):
             await ended
     given = [request.sampling_params.extra_args["kv_transfer_params"] for request in llm.asked]
@@ -249,7 +247,7 @@ async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
     waiting = asyncio.ensure_future(engine.prefill("r", [1, 2], READER))
     await asyncio.sleep(0)
     if end == "dead":
-        llm.on_dead()
+        engine.note_dead()
         with pytest.raises(UnavailableError, match="the engine died"):
             await waiting
     else:
@@ -257,7 +255,7 @@ async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert (llm.aborted, died) == (([], ["r"]) if end == "dead" else (["r"], []))
-    assert llm.on_outputs([output("r")]) == [output("r")], "its late output is nobody's"
+    assert engine.take([output("r")]) == [output("r")], "its late output is nobody's"
 
 
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:
