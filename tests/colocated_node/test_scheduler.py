@@ -27,7 +27,6 @@ from tests.prefill_node.test_scheduler import violations as prompt_violations
 from tests.traces import (
     BLOCK_SIZE,
     CPU,
-    Abort,
     Arrive,
     Platform,
     Record,
@@ -134,19 +133,6 @@ def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, p
     assert min(mixed, turns) > 100
 
 
-@PLATFORMS
-@pytest.mark.parametrize("freedoms", [((),), (PACKED,), (MIXED,)], ids=["none", "packed", "all"])
-def test_a_busy_node_of_prompts_with_one_certificate(
-    stepping: ModuleType, platform: Platform, freedoms: tuple[tuple[str, ...], ...]
-) -> None:
-    @examples(60)
-    @given(colocated_traces(freedoms))
-    def check(trace: Trace) -> None:
-        assert violations(play(stepping, trace, platform), trace, stepping) == set()
-
-    check()
-
-
 def rows_of(record: Record) -> list[dict[int, Any]]:
     return [step.rows for step in record.steps]
 
@@ -238,25 +224,6 @@ def test_what_is_leased_gets_room_whatever_prompts_hold(stepping: ModuleType, pl
     assert samples <= {n for step in record.steps[: ended + 1] for n in step.rows}
     assert ended < 60
     assert record.steps[ended].prompt_blocks in range(share - 4, share + 1), "prompts still hold their blocks"
-
-
-@PLATFORMS
-@pytest.mark.parametrize("steps", range(7))
-@pytest.mark.parametrize("freedoms", [(), MIXED], ids=["turns", "mixed"])
-def test_an_abort_of_either_frees_at_every_stage(
-    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
-) -> None:
-    ops = (
-        sample(33, 9, transfer_steps=3, group=1),
-        Arrive(prompt=40, transfer_steps=3, freedoms=freedoms),
-        sample(33, 9, group=1),
-        Arrive(prompt=20, freedoms=freedoms),
-        Run(steps) if steps else Abort(2),
-        Abort(0),
-        Abort(1),
-    )
-    trace = Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16)
-    assert violations(play(stepping, trace, platform), trace, stepping) == set()
 
 
 # Schedulers that break one rule each.

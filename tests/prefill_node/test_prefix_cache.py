@@ -282,15 +282,6 @@ def test_a_hit_above_the_last_token_is_cut(stepping: ModuleType) -> None:
 
 
 @PLATFORMS
-def test_a_drawn_token_is_never_found(stepping: ModuleType, platform: Platform) -> None:
-    """The 16th token is drawn by the first request, and is the second one's own."""
-    node = make(stepping, platform, chunk=16)
-    node.play(asks(15), SETTLE, asks(33), SETTLE)
-    assert node.wrong == []
-    assert node.ended[1].num_cached == 0
-
-
-@PLATFORMS
 @pytest.mark.parametrize("capped", [True, False])
 def test_what_a_longer_output_would_leave_is_not_found_either(
     stepping: ModuleType, platform: Platform, capped: bool
@@ -316,16 +307,6 @@ def test_clients_have_caches_of_their_own(
     node = make(stepping, platform)
     node.play(asks(100, scope="a"), SETTLE, asks(100, scope=scope), SETTLE)
     assert (node.ended[1].num_cached > 0) == (scope == "a" or not salted)
-
-
-@PLATFORMS
-def test_a_prompt_that_may_not_read_leaves_nothing(stepping: ModuleType, platform: Platform) -> None:
-    node = make(stepping, platform)
-    node.play(asks(100, freedoms=()), SETTLE)
-    assert len(node.manager.block_pool.cached_block_hash_to_block) == 0
-    node.play(asks(100), SETTLE, asks(100, freedoms=()), SETTLE)
-    assert [node.ended[number].num_cached for number in (1, 2)] == [0, 0]
-    assert node.wrong == []
 
 
 @PLATFORMS

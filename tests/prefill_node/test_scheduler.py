@@ -250,19 +250,6 @@ def test_a_prompt_waits_for_the_kv_that_others_hold(stepping: ModuleType, platfo
 
 
 @PLATFORMS
-@pytest.mark.parametrize("steps", range(6))
-@pytest.mark.parametrize("freedoms", [(), FREE], ids=["alone", "packed"])
-def test_an_abort_frees_at_every_stage(
-    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
-) -> None:
-    """Waiting, between chunks, with its last chunk in flight, and with its KV held for a reader."""
-    prompts = (Arrive(prompt=40, transfer_steps=3, freedoms=freedoms), Arrive(prompt=8, freedoms=freedoms))
-    trace = Trace(2, 16, 9, (*prompts, Run(steps) if steps else Abort(1), Abort(0)), budget=20)
-    record = play(stepping, OURS, trace, platform)
-    assert list(violations(record, trace)) == []
-
-
-@PLATFORMS
 def test_prompts_say_when_their_computation_began(stepping: ModuleType, platform: Platform) -> None:
     """Prompts of one step began together, and later ones later; vLLM's answer to each carries it."""
     began = load("corun.node.kv.handle").BEGAN_PARAM

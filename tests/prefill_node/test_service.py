@@ -7,17 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
 from corun.errors import (
-    CorunError,
     DeadlineError,
     InternalError,
     InvalidArgumentError,
     StaleGenerationError,
     UnavailableError,
-    from_rpc_error,
 )
 from corun.receipt import prompt_digest
 from corun.rpc import codec
@@ -29,10 +26,10 @@ from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
+from tests.answers import DEADLINE_S, refusal, until
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
-DEADLINE_S = 60.0
 
 
 class Engine:
@@ -147,20 +144,6 @@ async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     async with channel(server.address) as connection:
         yield Node(pb_grpc.PrefillServiceStub(connection), engine, service)  # type: ignore[no-untyped-call]
     await server.stop(0)
-
-
-async def refusal(call: Any) -> CorunError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
-            await asyncio.sleep(0.002)
-
-    await asyncio.wait_for(poll(), DEADLINE_S)
 
 
 async def test_a_prompt_becomes_a_handle(node: Node) -> None:
