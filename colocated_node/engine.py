@@ -52,11 +52,9 @@ class ColocatedEngine:
 
     @classmethod
     async def launch(cls, config: ColocatedConfig, prefill_ref: NodeRef, endpoint: NixlEndpoint) -> ColocatedEngine:
-        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
-        llm = base.step_llm().from_engine_args(made)
-        seen = await base.observe(llm)
-        facts = base.facts(llm, finding=await base.certify(llm))
+        """Load the model and start the engine (`base.started`)."""
+        made = arguments(config, endpoint)
+        llm, seen, facts = await base.started(made)
         of_prompts, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
         sizes, of_rows = await certify_rows(llm, untested(config, NodeRole.DECODE, facts.finding)[Freedom.ROWS])
 

@@ -97,11 +97,8 @@ class VllmDecodeEngine:
 
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
-        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
-        llm = base.step_llm().from_engine_args(made)
-        seen = await base.observe(llm)
-        facts = base.facts(llm, finding=await base.certify(llm))
+        """Load the model and start the engine (`base.started`)."""
+        llm, seen, facts = await base.started(arguments(config, endpoint))
         reasons = untested(config, NodeRole.DECODE, facts.finding)
         sizes, certificate = await certify_rows(llm, reasons[Freedom.ROWS])
         contract = decode_contract(model_contract(llm, config, seen), seen, facts)

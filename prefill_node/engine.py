@@ -127,12 +127,10 @@ class VllmPrefillEngine:
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
-        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
+        """Load the model and start the engine (`base.started`)."""
+        made = arguments(config, endpoint)
         buckets = tuple(made.compilation_config.cudagraph_capture_sizes or ())
-        llm = base.step_llm().from_engine_args(made)
-        seen = await base.observe(llm)
-        facts = base.facts(llm, finding=await base.certify(llm))
+        llm, seen, facts = await base.started(made)
         certificate, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
         model = model_contract(llm, config, seen)
         contract = prefill_contract(model, seen, config.chunk_size, buckets)

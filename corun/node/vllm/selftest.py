@@ -6,6 +6,7 @@ and access to the contents of KV blocks. Must not know: what is tested with it, 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -298,12 +299,14 @@ def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tenso
         model.compute_logits = compute_logits
 
 
-@dataclass(kw_only=True, slots=True)
 class BlockPool:
-    """KV blocks, in an order that the caller has shuffled. They are taken from the front and given back to the end, so
-    that a sequence gets other blocks the next time."""
+    """The first `count` KV blocks behind the null block, full of random numbers, in a random order. They are taken from
+    the front and given back to the end, so that a sequence gets other blocks the next time."""
 
-    free: list[int]
+    def __init__(self, stepper: Stepper, count: int, draw: random.Random, seed: int) -> None:
+        self.free = list(range(NULL_BLOCK + 1, NULL_BLOCK + 1 + count))
+        stepper.scramble(self.free, seed)
+        draw.shuffle(self.free)
 
     def take(self, count: int) -> tuple[int, ...]:
         taken, self.free = self.free[:count], self.free[count:]
