@@ -334,21 +334,22 @@ def with_rows(showing: Any) -> Any:
     return shown
 
 
-@pytest.mark.parametrize("caught", ["rows", "prompts", "tokens"])
-def test_another_step_than_chosen_is_refused(
-    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch, caught: str
+def test_rows_beside_prompts_that_may_not_have_them_are_refused(
+    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other prompts, or other chunks, are refused as on a prefill node (`check_prompts`)."""
     ops = (sample(16, 30), Run(3), Arrive(prompt=40), Arrive(prompt=40))
-    trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40)
-    engine = stepping.engine(COLOCATED, trace, CPU, role=None)
-    made = engine.scheduler
-    if caught == "rows":
-        monkeypatch.setattr(scheduler, "_showing_only", with_rows(scheduler._showing_only))
-    elif caught == "prompts":
-        shows = made.showing_waiting
-        monkeypatch.setattr(made, "showing_waiting", lambda shown: shows([*made.waiting]))
-    else:
-        made.scheduler_config.long_prefill_token_threshold = 8
-    words = {"rows": r"holds rows of \['0'\]", "prompts": r"the prefill step of \['1'\] holds", "tokens": "no chunk of"}
-    with pytest.raises(RuntimeError, match=words[caught]):
+    engine = stepping.engine(COLOCATED, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40), CPU, role=None)
+    monkeypatch.setattr(scheduler, "_showing_only", with_rows(scheduler._showing_only))
+    with pytest.raises(RuntimeError, match=r"holds rows of \['0'\]"):
+        engine.play()
+
+
+def test_other_prompts_than_chosen_are_refused(stepping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = stepping.engine(
+        COLOCATED, Trace(2, 16, 48, (Arrive(prompt=40), Arrive(prompt=40)), budget=40), CPU, role=None
+    )
+    shows = engine.scheduler.showing_waiting
+    monkeypatch.setattr(engine.scheduler, "showing_waiting", lambda shown: shows([*engine.scheduler.waiting]))
+    with pytest.raises(RuntimeError, match=r"the prefill step of \['0'\] holds"):
         engine.play()

@@ -270,17 +270,6 @@ async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
     assert node.engine.aborted == [name]
 
 
-@short_lived
-async def test_leases_of_a_router_without_a_stream_expire(node: Node) -> None:
-    (running,) = await node.started()
-    waiting = (await node.reserve()).lease_id
-    (name,) = node.engine.ids()
-    await node.until_free()
-    await until(lambda: node.engine.aborted == [name])
-    for lease in (running, waiting):
-        assert isinstance(await refusal(node.start(lease)), NotFoundError)
-
-
 # Start
 
 

@@ -319,19 +319,6 @@ async def test_a_router_that_answers_is_never_left() -> None:
             await more_beats(router)
 
 
-async def test_a_listed_router_that_does_not_answer_is_tried_for_ever() -> None:
-    router = Router()
-    async with serving(router) as server:
-        names = Names(a=[server.address])
-    async with running("a:1", names=names):
-        await names.look_again()
-        names.at["a"] = OSError("no answer")  # The router is not known to be gone: DNS may have failed.
-        await names.look_again()
-        await asyncio.sleep(0.05)
-        async with serving(router, server.port):
-            await more_beats(router)
-
-
 def replace_text(file: Path, text: str) -> str:
     """Return what was in it."""
     old = file.read_text()

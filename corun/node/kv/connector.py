@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from corun.node.kv import own_kv
 from corun.node.kv.digest import KvDigest, region_words
-from corun.node.kv.handle import OWNERS_PARAM, READER, STAMPS_PARAM
+from corun.node.kv.handle import OWNERS_PARAM, STAMPS_PARAM, names_in
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import (
@@ -219,7 +219,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """Copy the KV that a sample reads from a prompt of this engine, which needs it no longer for this reader."""
         worker = self.connector_worker
         if not read.local_block_ids:  # It was aborted before it began.
-            self._release_own(read.remote.request_id)
+            self.release(*names_in(read.remote.request_id))
             return
         claim, verdict = self._claims.get(name), UNKNOWN
         if claim:
@@ -228,14 +228,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.handoffs.check_seconds += time.monotonic() - began
         worker._recving_metadata[name] = read
         if self._judged(name, claim, verdict):
-            self._release_own(read.remote.request_id)
+            self.release(*names_in(read.remote.request_id))
             del worker._recving_metadata[name]
             self._copied.add(name)
-
-    def _release_own(self, read_id: str) -> None:
-        """Say that a reader needs a prompt's KV no longer. read_id: see `corun.node.kv.handle.read_id`."""
-        request_id, _, reader = read_id.partition(READER)
-        self.release(request_id, reader or request_id)
 
     def wait_for_save(self) -> None:
         """Write the digests. vLLM calls this after the step's forward pass, before its result leaves this process."""
@@ -348,10 +343,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read."""
         if notice.startswith(HEARTBEAT):
             ids = notice.removeprefix(HEARTBEAT).decode().split(",")
-            return HEARTBEAT + ",".join(name.partition(READER)[0] for name in ids).encode()
+            return HEARTBEAT + ",".join(names_in(name)[0] for name in ids).encode()
         name, _, rest = notice.decode().rpartition(":")
-        request_id, _, reader = name.partition(READER)
-        return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader or request_id) else b""
+        request_id, reader = names_in(name)
+        return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader) else b""
 
     def _was_last(self, request_id: str, reader: str) -> bool:
         """Remove a reader from the readers of a prefill's KV. Return True if it was a reader and none is left."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from corun.node.kv.digest import copy_blocks
-from corun.node.kv.handle import READER
+from corun.node.kv.handle import names_in
 from corun.node.kv.stamps import Claim, Rows, StampTable, Verdict, compare
 
 
@@ -44,4 +44,4 @@ def take_heartbeat(meta: Any, engine_id: str) -> str:
     if own is None:
         return ""
     meta.heartbeat_by_engine = {name: beat for name, beat in meta.heartbeat_by_engine.items() if name != engine_id}
-    return ",".join(name.partition(READER)[0] for name in own.req_ids)
+    return ",".join(names_in(name)[0] for name in own.req_ids)
