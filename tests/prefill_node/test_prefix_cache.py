@@ -310,6 +310,16 @@ def test_clients_have_caches_of_their_own(
 
 
 @PLATFORMS
+def test_a_prompt_that_may_not_read_leaves_nothing(stepping: ModuleType, platform: Platform) -> None:
+    node = make(stepping, platform)
+    node.play(asks(100, freedoms=()), SETTLE)
+    assert len(node.manager.block_pool.cached_block_hash_to_block) == 0
+    node.play(asks(100), SETTLE, asks(100, freedoms=()), SETTLE)
+    assert [node.ended[number].num_cached for number in (1, 2)] == [0, 0]
+    assert node.wrong == []
+
+
+@PLATFORMS
 def test_held_kv_is_never_evicted_and_released_kv_is_found_until_it_is(
     stepping: ModuleType, platform: Platform
 ) -> None:
