@@ -46,11 +46,6 @@ PLENTY = 1000
 """More blocks than all requests of a trace need."""
 
 
-@pytest.fixture(scope="module")
-def stepping() -> ModuleType:
-    return load("tests.stepping")
-
-
 @pytest.fixture
 def scheduler() -> Any:
     return load("colocated_node.scheduler").ColocatedScheduler

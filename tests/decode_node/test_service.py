@@ -31,6 +31,7 @@ from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
 from tests.answers import DEADLINE_S, refusal, until
+from tests.handles import a_handle
 
 REF = NodeRef(node_id="d0", generation="a" * 16)
 PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=2, stamp_addresses=(4096, 2**63))
@@ -75,20 +76,7 @@ def owners(*runs: tuple[str, int]) -> tuple[KvOwner, ...]:
 
 
 def handle(prompt: Sequence[int] = PROMPT, **fields: Any) -> KvHandle:
-    values = {
-        "prefill_node": NodeRef(node_id="p0", generation="c" * 16),
-        "engine_id": "p0-engine",
-        "request_id": "prefill-1",
-        "block_ids": ((4,),),
-        "host": "127.0.0.1",
-        "port": 7000,
-        "tp_size": 1,
-        "num_tokens": len(prompt),
-        "prompt_digest": prompt_digest(prompt),
-        "reader": REF,
-        "owners": owners(("prefill-1", 1)),
-    }
-    return bound(KvHandle(**{**values, **fields}))
+    return bound(a_handle(prompt, **{"reader": REF, "owners": owners(("prefill-1", 1)), **fields}))
 
 
 class Steps:

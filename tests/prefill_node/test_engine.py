@@ -101,10 +101,14 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     return Llm()
 
 
+def make(cls: type[VllmPrefillEngine], llm: Llm, fraction: float = 0.5) -> Any:
+    contract: Any = None
+    return cls(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
+
+
 @pytest.fixture
 def engine(llm: Llm) -> Engine:
-    contract: Any = None
-    made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
+    made: Engine = make(Engine, llm)
     made.given, made.cached = [], []
     return made
 
@@ -128,8 +132,7 @@ async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
 
 async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> None:
     load("vllm.v1.engine.exceptions")
-    contract: Any = None
-    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
+    engine = make(VllmPrefillEngine, llm)
     uses: list[tuple[frozenset[str], str]] = [
         (frozenset(), "a"),
         (frozenset({CACHED}), ""),
@@ -178,8 +181,7 @@ async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
     llm: Llm, fraction: float, freedoms: set[str], cached: list[int], is_told: bool
 ) -> None:
     """If it was not computed as the contract says, since then there is something to compare: its whole blocks."""
-    contract: Any = None
-    engine = Engine(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
+    engine = make(Engine, llm, fraction)
     engine.given, engine.cached, engine.freedoms = [], cached, frozenset(freedoms)
     found: list[Computation] = []
     engine.on_checked = found.append
@@ -240,8 +242,7 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
 @pytest.mark.parametrize("end", ["cancelled", "dead"])
 async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
     load("vllm.v1.engine.exceptions")
-    contract: Any = None
-    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
+    engine = make(VllmPrefillEngine, llm)
     died: list[str] = []
     engine.on_death = lambda: died.append("r")
     waiting = asyncio.ensure_future(engine.prefill("r", [1, 2], READER))

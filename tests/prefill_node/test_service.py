@@ -16,7 +16,6 @@ from corun.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
@@ -27,6 +26,7 @@ from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
 from tests.answers import DEADLINE_S, refusal, until
+from tests.handles import a_handle
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
@@ -94,19 +94,8 @@ class Engine:
 
 
 def handle(request_id: str, prompt: Sequence[int], reader: NodeRef = READER) -> KvHandle:
-    return KvHandle(
-        prefill_node=REF,
-        engine_id="p0-engine",
-        request_id=request_id,
-        block_ids=((4, 5), (6,)),
-        host="127.0.0.1",
-        port=7000,
-        tp_size=2,
-        num_tokens=len(prompt),
-        prompt_digest=prompt_digest(prompt),
-        reader=reader,
-        binding="b" * 64,
-    )
+    fields = {"request_id": request_id, "block_ids": ((4, 5), (6,)), "tp_size": 2, "reader": reader}
+    return a_handle(prompt, **fields, binding="b" * 64)
 
 
 class Node:
