@@ -12,16 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from corun.node.kv.digest import copy_blocks
 from corun.node.kv.handle import names_in
 from corun.node.kv.stamps import Claim, Rows, StampTable, Verdict, compare
 
 
-def copy(
-    claim: Claim, regions: Sequence[torch.Tensor], table: StampTable, digests: Callable[[Sequence[int]], Rows]
-) -> Verdict:
+def copy(claim: Claim, regions: Sequence[Any], table: StampTable, digests: Callable[[Sequence[int]], Rows]) -> Verdict:
     """Copy a prompt's blocks to its sample's, in all regions (`corun.node.kv.digest`), and check them."""
     if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(table.rows):
         return Verdict(f"blocks {claim.theirs} were offered for {claim.ours}")
