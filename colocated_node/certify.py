@@ -6,8 +6,7 @@ It runs in the engine's worker before the node serves. Must not know: vLLM's int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from corun.node.vllm.selftest import Stepper, TestSequence, Trace, first_difference
@@ -15,9 +14,6 @@ from decode_node.certify import Certification, Sampling
 
 LENGTHS = (16, 336, 1008, 2048)
 """The lengths of prompts beside rows, in tokens, rounded up to whole blocks, so that all of their KV is compared."""
-
-Prompts = Callable[[], AbstractContextManager[None]]
-"""A function whose context tells the worker that steps hold prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +29,7 @@ class Alone:
 class MixedCertification(Certification):
     """The probes of a decode node, and prompts that ran alone, side by side in the same steps."""
 
-    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, longest: int, prompts: Prompts) -> None:
+    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, longest: int) -> None:
         """Compute the expected bits of rows. longest: the most tokens of a prompt in one step."""
         whole = {-(-length // stepper.block_size) * stepper.block_size for length in LENGTHS}
         longest = min(longest, stepper.max_model_len - 1)
@@ -41,7 +37,6 @@ class MixedCertification(Certification):
         size = max(self._prompt_lengths, default=0) // stepper.block_size + 1
         last = stepper.num_blocks
         self._places = (range(last - 2 * size, last - size), range(last - size, last))
-        self._prompts: Prompts = prompts
         self._beside: Alone | None = None
         self._difference = ""
         super().__init__(stepper, slots, sampling, company_blocks=2 * size)
@@ -56,8 +51,7 @@ class MixedCertification(Certification):
         for number, length in enumerate(self._prompt_lengths):
             rows = (slots, min(len(self._probes), slots), max(1, slots // 2))[number % 3]
             self._beside = self._alone(length)
-            with self._prompts():
-                traces = self._in_groups(rows, part=1, moving=rows < slots)  # Rows that move are not all busy at once.
+            traces = self._in_groups(rows, part=1, moving=rows < slots)  # Rows that move are not all busy at once.
             self._beside = None
             name = f"{rows} rows beside a prompt of {length} tokens"
             if found := self._stepper.agree(self._difference or self._compared(traces, name)):
@@ -67,9 +61,8 @@ class MixedCertification(Certification):
     def _alone(self, length: int) -> Alone:
         prompt, blocks = self._prompt(length), tuple(self._places[0][: length // self._stepper.block_size])
         sequence = self._prefill("alone", prompt, blocks)
-        with self._prompts():
-            trace = self._stepper.step([(sequence, length)])[sequence.name]
-            self._stepper.close()
+        trace = self._stepper.step([(sequence, length)], rows=0)[sequence.name]
+        self._stepper.close()
         self.steps += 1
         return Alone(prompt=prompt, blocks=blocks, trace=replace(trace, kv=()))
 

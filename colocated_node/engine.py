@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from colocated_node.room import BUCKETS, BUDGET, PLACES, SLOTS, prompt_blocks
+from colocated_node.shares import BUCKETS, SLOTS, prompt_blocks
 from corun.config.fields import ColocatedConfig
 from corun.node.certificate import untested
 from corun.node.vllm import start as base
@@ -27,7 +27,7 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
     # As a prefill and a decode node (`base.STEP_TOKENS`); rows take a part of it.
     tokens = max(base.STEP_TOKENS, config.chunk_size + config.slots)
     buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
-    shares = {SLOTS: config.slots, BUDGET: tokens - config.slots, PLACES: MAX_SEQUENCES, BUCKETS: list(buckets)}
+    shares = {SLOTS: config.slots, BUCKETS: list(buckets)}
     made = AsyncEngineArgs(
         **base.shared_arguments(config, [NodeRole.PREFILL, NodeRole.DECODE], endpoint, **shares),
         scheduler_cls="colocated_node.scheduler.ColocatedScheduler",
@@ -52,11 +52,9 @@ class ColocatedEngine:
 
     @classmethod
     async def launch(cls, config: ColocatedConfig, prefill_ref: NodeRef, endpoint: NixlEndpoint) -> ColocatedEngine:
-        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
-        llm = base.step_llm().from_engine_args(made)
-        seen = await base.observe(llm)
-        facts = base.facts(llm, finding=await base.certify(llm))
+        """Load the model and start the engine (`base.started`)."""
+        made = arguments(config, endpoint)
+        llm, seen, facts = await base.started(made)
         of_prompts, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
         sizes, of_rows = await certify_rows(llm, untested(config, NodeRole.DECODE, facts.finding)[Freedom.ROWS])
 
@@ -81,8 +79,7 @@ class ColocatedEngine:
             [*sizes, config.slots],
         )
         engine = cls(prefill=prefill, decode=decode)
-        llm.on_outputs = engine._take
-        llm.on_dead = engine._note_dead
+        llm.on_outputs, llm.on_dead = engine._take, engine._note_dead
         return engine
 
     def _take(self, outputs: list[Any]) -> None:
@@ -91,4 +88,4 @@ class ColocatedEngine:
 
     def _note_dead(self) -> None:
         self.prefill.note_dead()
-        self.decode.on_death()
+        self.decode.note_dead()

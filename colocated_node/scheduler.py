@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from colocated_node.room import BUDGET, PLACES, SLOTS, prompt_blocks
+from colocated_node.shares import SLOTS, prompt_blocks
 from corun.types import Freedom
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
@@ -26,10 +26,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        settings = self.vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.slots: int = settings[SLOTS]
-        self.budget: int = settings[BUDGET]
-        self._places: int = settings[PLACES]
+        self.slots: int = self.vllm_config.kv_transfer_config.kv_connector_extra_config[SLOTS]
+        # vLLM's limits are on both sides together (colocated_node/engine.py).
+        self.budget: int = self.scheduler_config.max_num_batched_tokens - self.slots
+        self._places: int = self.scheduler_config.max_num_seqs - self.slots
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # Block 0 is vLLM's null block.
         self._all_blocks = blocks
         self._prompt_blocks = prompt_blocks(blocks, self.block_size, self.max_model_len)

@@ -7,18 +7,17 @@ scheduler says which of the two a step is (colocated_node/scheduler.py). Must no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from colocated_node.certify import MixedCertification
-from colocated_node.room import BUCKETS, BUDGET, PLACES, SLOTS
+from colocated_node.shares import BUCKETS, SLOTS
 from corun.node.vllm.selftest import Stepper
 from corun.types import Freedom
 from decode_node.slots import smaller_than
-from decode_node.worker import FixedShapeWorker, sampling_style
+from decode_node.worker import FixedShapeWorker, choose_graphs_v2, sampling_style
 from prefill_node.worker import FreedomTest, PrefillWorker
 
 
@@ -26,7 +25,7 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
     """Computes prompts and samples."""
 
     holds_prompts = False
-    """Whether the step that runs holds prompts; then its length is not that of rows."""
+    """Whether the step that runs holds prompts, as its metadata says; then its length is not that of rows."""
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -39,11 +38,11 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
 
     @property
     def budget(self) -> int:
-        return int(self._settings[BUDGET])
+        return super().budget - self.slots
 
     @property
     def places(self) -> int:
-        return int(self._settings[PLACES])
+        return super().places - self.slots
 
     @property
     def buckets(self) -> list[int]:
@@ -59,30 +58,25 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         return live if self.holds_prompts else super().rows_of(live)
 
     def use(self, *sizes: int) -> None:
-        super().use(*sizes)
+        self.sizes = sizes
         if not current_platform.is_cpu():
-            choose_buckets_v2(self.model_runner.cudagraph_manager, self.buckets)
+            choose_graphs_v2(self.model_runner.cudagraph_manager, sizes, self.buckets)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run a step. Those of self-tests, and vLLM's own before it serves, say nothing of prompts; a self-test does so
-        itself (`_prompts`)."""
+        """Run a step: one of the scheduler, of a self-test, or of vLLM's own warm-up, which says nothing of prompts."""
         meta = scheduler_output.kv_connector_metadata
-        if meta is not None and meta.is_served:
-            self.holds_prompts = meta.rows is not None
+        self.holds_prompts = meta is not None and meta.rows is not None
         return super().execute_model(scheduler_output)
 
     def certify(self) -> str:
         """Return the first difference that the self-tests of both sides find; empty if there is none."""
-        with self._prompts():
-            finding = PrefillWorker.certify(self)
-        return finding or FixedShapeWorker.certify(self)
+        return PrefillWorker.certify(self) or FixedShapeWorker.certify(self)
 
     def certify_freedoms(self, wanted: Sequence[str], by_name: bool = True) -> dict[str, Any]:
         """Test the freedoms of one side: `rows` is the decode side's, all others are the prefill side's."""
         if Freedom.ROWS.value in wanted:
             return FixedShapeWorker.certify_freedoms(self, wanted)
-        with self._prompts():
-            return PrefillWorker.certify_freedoms(self, wanted, by_name)
+        return PrefillWorker.certify_freedoms(self, wanted, by_name)
 
     def test_mixed(self, test: FreedomTest) -> None:
         name = Freedom.MIXED.value
@@ -93,10 +87,8 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
             {Freedom.MIXED: test.refused.get(Freedom.PACKED.value, "it needs packed steps, which are not wanted")}
         )
         if not test.refused[name]:
-            began, self.holds_prompts = time.monotonic(), False
-            mixed = MixedCertification(
-                Stepper(self), self.slots, sampling_style, min(self.chunk_size, self.budget), self._prompts
-            )
+            began = time.monotonic()
+            mixed = MixedCertification(Stepper(self), self.slots, sampling_style, min(self.chunk_size, self.budget))
             test.refused[name] = mixed.difference(self.slots)
             test.add("mixed steps", mixed.steps, mixed.comparisons, time.monotonic() - began)
 
@@ -109,17 +101,8 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
             seen["graph"] = f"FULL_DECODE_ONLY {sorted(sizes)}"
         return seen
 
-    @contextmanager
-    def _prompts(self) -> Iterator[None]:
-        """Run steps as steps with prompts, for a while."""
-        before, self.holds_prompts = self.holds_prompts, True
-        try:
-            yield
-        finally:
-            self.holds_prompts = before
 
-
-def keep_rows_graphs_v2(manager: Any, holds_prompts: Any) -> None:
+def keep_rows_graphs_v2(manager: Any, holds_prompts: Callable[[], bool]) -> None:
     """Let steps with prompts run no graph of rows, even if each prompt has one token, as on a prefill node, which has
     no such graphs (vllm/v1/worker/gpu/cudagraph_utils.py: `dispatch`)."""
     dispatch = manager.dispatch
@@ -128,18 +111,3 @@ def keep_rows_graphs_v2(manager: Any, holds_prompts: Any) -> None:
         return dispatch(num_reqs, num_tokens, None if holds_prompts() else uniform_token_count, *args, **kwargs)
 
     manager.dispatch = of_step
-
-
-def choose_buckets_v2(manager: Any, buckets: Sequence[int]) -> None:
-    """Let steps with prompts be padded to these numbers of tokens, ascending, as on a prefill node. Other graphs of
-    pieces were captured because rows have graphs of these lengths."""
-    pieces = {
-        (one.num_tokens, loras): one
-        for (_, loras), candidates in manager._candidates.items()
-        for one in candidates
-        if one.uniform_token_count is None
-    }
-    for (tokens, loras), candidates in list(manager._candidates.items()):
-        rows = [one for one in candidates if one.uniform_token_count is not None]
-        bucket = next((bucket for bucket in buckets if bucket >= tokens), 0)
-        manager._candidates[tokens, loras] = rows + ([pieces[bucket, loras]] if bucket else [])

@@ -9,15 +9,13 @@ from corun.config.extras import default_slots
 from corun.config.fields import DecodeConfig
 from corun.config.flags import parse
 from corun.models import downloaded
-from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
+from corun.node.life import live_and_leave, log_to_stderr, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from corun.types import NodeRole
-from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
-from decode_node.service import SERVICE_NAME, DecodeService
-from decode_node.slots import SlotTable
+from decode_node.service import role
 
 
 async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
@@ -27,29 +25,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
         ref = node_ref(config, NodeRole.DECODE)
         start_tracing(ref, "decode")
         engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
-        facts = engine.facts
-        table = SlotTable(
-            slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size, shares=engine.shares
-        )
-        service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms, kv_reads=lambda: engine.kv_reads)
-        service.step_sizes = engine.step_sizes
-        engine.on_step, engine.on_read = service.on_step, service.on_read
-
-        await live_and_leave(
-            config,
-            [
-                Role(
-                    engine=engine,
-                    service=service,
-                    service_name=SERVICE_NAME,
-                    register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
-                    info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
-                    metrics=service.metrics,
-                ),
-            ],
-            stop,
-            observation,
-        )
+        await live_and_leave(config, [role(config, ref, engine)], stop, observation)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
+from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, compare
 
 PROBES = 6
 """The number of probes: one for each style of sampling (decode_node/worker.py)."""
@@ -61,10 +61,7 @@ class Certification:
         taken = sum(map(self._blocks_of, cut))
         share = (room - taken) // slots * stepper.block_size
         self._longest = min(LONGEST, stepper.max_model_len - STEPS, share - STEPS)
-        blocks = list(range(NULL_BLOCK + 1, 1 + taken + slots * self._blocks_of(self._longest)))
-        stepper.scramble(blocks, SEED)
-        self._draw.shuffle(blocks)
-        self._pool = BlockPool(free=blocks)
+        self._pool = BlockPool(stepper, taken + slots * self._blocks_of(self._longest), self._draw, SEED)
         lengths = [*(self._draw.randint(1, self._longest) for _ in range(min(PROBES, slots))), *cut]
         self._probes = [self._probe(number, length) for number, length in enumerate(lengths)]
         self._expected = self._one_by_one()
@@ -139,7 +136,8 @@ class Certification:
                 self._draw.shuffle(rows)
             company = self._company()
             traced = {*traces, *(sequence.name for sequence, _ in company)}
-            found = self._stepper.step([*((sequence, 1) for sequence in rows), *company], ended, traced)
+            tokens = [*((sequence, 1) for sequence in rows), *company]
+            found = self._stepper.step(tokens, ended, traced, rows=len(rows) if company else None)
             self.steps += 1
             self._note_company(company, found)
             for sequence in running:

@@ -94,20 +94,17 @@ class VllmDecodeEngine:
         self._logged: dict[int, dict[str, float]] = {}  # rank -> the figures of KV reads that were last logged
         self._mapped: dict[int, str] = {}  # process id -> start time, for processes whose GPU memory is mapped here
         self._tasks: list[asyncio.Task[None]] = []
-        llm.on_outputs = self.take
-        llm.on_dead = lambda: self.on_death()  # noqa: PLW0108  # It is set later.
 
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
-        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
-        llm = base.step_llm().from_engine_args(made)
-        seen = await base.observe(llm)
-        facts = base.facts(llm, finding=await base.certify(llm))
+        """Load the model and start the engine (`base.started`)."""
+        llm, seen, facts = await base.started(arguments(config, endpoint))
         reasons = untested(config, NodeRole.DECODE, facts.finding)
         sizes, certificate = await certify_rows(llm, reasons[Freedom.ROWS])
         contract = decode_contract(model_contract(llm, config, seen), seen, facts)
-        return cls.of(llm, facts, contract, certificate, endpoint.engine_id, [*sizes, config.slots])
+        engine = cls.of(llm, facts, contract, certificate, endpoint.engine_id, [*sizes, config.slots])
+        llm.on_outputs, llm.on_dead = engine.take, engine.note_dead
+        return engine
 
     @classmethod
     def of(
@@ -119,7 +116,7 @@ class VllmDecodeEngine:
         engine_id: str,
         step_sizes: list[int],
     ) -> VllmDecodeEngine:
-        """Return the decode side of a started engine."""
+        """Return the decode side of a started engine, which does not hear of its outputs yet."""
         engine = cls(llm, facts, contract, certificate, engine_id)
         engine.step_sizes = step_sizes
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
@@ -241,6 +238,9 @@ class VllmDecodeEngine:
         if not self._llm.errored:
             await self._log_handoffs(LAST_REPORT_S)
         self._llm.shutdown()
+
+    def note_dead(self) -> None:
+        self.on_death()
 
     def take(self, outputs: list[Any]) -> None:
         """Turn one engine step into rows, after the news of reads (decode_node/scheduler.py: `update_from_output`)."""

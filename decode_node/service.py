@@ -12,15 +12,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from corun.config.fields import DecodeConfig
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import binding
+from corun.node.life import Role, node_info
 from corun.observe.tracing import Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.room import blocks_needed
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
-from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
+from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef, NodeRole
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.metrics import DecodeMetrics
@@ -395,3 +397,20 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def _check_generation(self, generation: str) -> None:
         if generation != self.ref.generation:
             raise StaleGenerationError(self.ref.node_id, generation, self.ref.generation)
+
+
+def role(config: DecodeConfig, ref: NodeRef, engine: Any) -> Role:
+    """Return the parts of a decode node, or of a colocated node's decode side, around a started engine."""
+    facts = engine.facts
+    table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size, shares=engine.shares)
+    service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms, kv_reads=lambda: engine.kv_reads)
+    service.step_sizes = engine.step_sizes
+    engine.on_step, engine.on_read = service.on_step, service.on_read
+    return Role(
+        engine=engine,
+        service=service,
+        service_name=SERVICE_NAME,
+        register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
+        info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
+        metrics=service.metrics,
+    )

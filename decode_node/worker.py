@@ -293,17 +293,27 @@ def columns(batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return at, mapping, local
 
 
-def choose_graphs_v2(manager: Any, sizes: Sequence[int]) -> None:
+def choose_graphs_v2(manager: Any, sizes: Sequence[int], buckets: Sequence[int] | None = None) -> None:
     """Let decode steps run only the captured graphs with these numbers of rows, ascending.
 
-    If prefill runs in the same engine, its steps keep the piecewise graph of their own length
-    (vllm/v1/worker/gpu/cudagraph_utils.py).
+    If prefill runs in the same engine, its steps are padded to `buckets`, numbers of tokens, ascending, as on a prefill
+    node; other piecewise graphs were captured because rows have graphs of these lengths. None: its steps keep the
+    piecewise graph of their own length (vllm/v1/worker/gpu/cudagraph_utils.py).
     """
     full = {graph.num_tokens: graph for graph in manager.graphs}
+    pieces = {
+        (one.num_tokens, loras): one
+        for (_, loras), candidates in manager._candidates.items()
+        for one in candidates
+        if one.uniform_token_count is None
+    }
     for (tokens, loras), candidates in list(manager._candidates.items()):
-        others = [one for one in candidates if one.uniform_token_count is None]
-        decode = [full[rows_of_step(tokens, sizes)]] if tokens <= sizes[-1] else []
-        manager._candidates[tokens, loras] = decode + others
+        rows = [full[rows_of_step(tokens, sizes)]] if tokens <= sizes[-1] else []
+        prompts = [one for one in candidates if one.uniform_token_count is None]
+        if buckets is not None:
+            bucket = next((bucket for bucket in buckets if bucket >= tokens), 0)
+            prompts = [pieces[bucket, loras]] if bucket else []
+        manager._candidates[tokens, loras] = rows + prompts
 
 
 @contextmanager

@@ -8,14 +8,13 @@ from dataclasses import replace
 from corun.config.fields import PrefillConfig
 from corun.config.flags import parse
 from corun.models import downloaded
-from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
+from corun.node.life import live_and_leave, log_to_stderr, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from corun.types import NodeRole
-from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
-from prefill_node.service import SERVICE_NAME, PrefillService
+from prefill_node.service import role
 
 
 async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
@@ -26,25 +25,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
         start_tracing(ref, "prefill")
         endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
         engine = await VllmPrefillEngine.launch(config, ref, endpoint)
-        kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
-        service = PrefillService(ref, engine, kv_tokens=kv_tokens)
-        service.metrics.show_engine(engine, engine.facts.kv_blocks)
-
-        await live_and_leave(
-            config,
-            [
-                Role(
-                    engine=engine,
-                    service=service,
-                    service_name=SERVICE_NAME,
-                    register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-                    info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
-                    metrics=service.metrics,
-                ),
-            ],
-            stop,
-            observation,
-        )
+        await live_and_leave(config, [role(config, ref, engine)], stop, observation)
 
 
 def main() -> None:

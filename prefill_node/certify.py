@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from corun.node.certificate import VOID
-from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare, first_difference
+from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, compare, first_difference
 from corun.types import Freedom
 from prefill_node import scenes
 from prefill_node.scenes import Limits, Scene
@@ -39,10 +39,8 @@ class Bench:
         self._chunk = chunk_size
         self._sampling = sampling
         self._draw = random.Random(SEED)
-        blocks = list(range(NULL_BLOCK + 1, 1 + min(4 * self._blocks_of(longest), stepper.num_blocks - 1)))
-        stepper.scramble(blocks, SEED)
-        self._draw.shuffle(blocks)
-        self._pool = BlockPool(free=blocks)
+        count = min(4 * self._blocks_of(longest), stepper.num_blocks - 1)
+        self._pool = BlockPool(stepper, count, self._draw, SEED)
 
     def prompt(self, length: int) -> tuple[int, ...]:
         return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
@@ -63,7 +61,7 @@ class Bench:
         traces: dict[str, Trace] = {}
         while not traces:
             count = min(self._chunk, len(prompt) - sequence.computed)
-            traces = self._stepper.step([(sequence, count)])
+            traces = self._stepper.step([(sequence, count)], rows=0)
         trace = self._stepper.whole(sequence, traces[name])
         self._stepper.close()
         self._pool.give_back(blocks)
@@ -118,11 +116,7 @@ class Freedoms:
         self._draw = random.Random(SEED)
         self._names = 0
         self._known: dict[int, Reference] = {}
-        first = NULL_BLOCK + 1
-        blocks = list(range(first, first + scenes.blocks_wanted(limits, stepper.block_size)))
-        stepper.scramble(blocks, SEED)
-        self._draw.shuffle(blocks)
-        self._pool = BlockPool(free=blocks)
+        self._pool = BlockPool(stepper, scenes.blocks_wanted(limits, stepper.block_size), self._draw, SEED)
 
     def refused(self, wanted: Sequence[str]) -> dict[str, str]:
         """Return why each wanted freedom is refused; empty: it is held.
@@ -180,7 +174,7 @@ class Freedoms:
 
     def _step(self, tokens: Sequence[tuple[TestSequence, int]], traced: Iterable[str]) -> dict[str, Trace]:
         self.steps += 1
-        found = self._stepper.step(tokens, traced=frozenset(traced))
+        found = self._stepper.step(tokens, traced=frozenset(traced), rows=0)
         return {name: replace(trace, kv=()) for name, trace in found.items()}
 
     def _reference(self, length: int) -> Reference:

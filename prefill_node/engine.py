@@ -124,21 +124,19 @@ class VllmPrefillEngine:
         self._fresh: set[str] = set()  # Prefills kept since the worker was last asked; it may not know them yet.
         self._asking = asyncio.Lock()
         self._computing: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
-        llm.on_outputs = self.take
-        llm.on_dead = self.note_dead
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
-        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
+        """Load the model and start the engine (`base.started`)."""
+        made = arguments(config, endpoint)
         buckets = tuple(made.compilation_config.cudagraph_capture_sizes or ())
-        llm = base.step_llm().from_engine_args(made)
-        seen = await base.observe(llm)
-        facts = base.facts(llm, finding=await base.certify(llm))
+        llm, seen, facts = await base.started(made)
         certificate, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
         model = model_contract(llm, config, seen)
         contract = prefill_contract(model, seen, config.chunk_size, buckets)
-        return await cls.of(llm, facts, contract, ref, endpoint, config, certificate)
+        engine = await cls.of(llm, facts, contract, ref, endpoint, config, certificate)
+        llm.on_outputs, llm.on_dead = engine.take, engine.note_dead
+        return engine
 
     @classmethod
     async def of(
@@ -151,7 +149,7 @@ class VllmPrefillEngine:
         config: PrefillConfig,
         certificate: Certificate,
     ) -> VllmPrefillEngine:
-        """Return the prefill side of a started engine."""
+        """Return the prefill side of a started engine, which does not hear of its outputs yet."""
         addresses = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
         endpoint = replace(endpoint, stamp_addresses=tuple(addresses))
         engine = cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction, certificate)

@@ -6,13 +6,16 @@ Owns: which calls are accepted, which KV is released when a caller goes away, th
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from corun.config.fields import NodeConfig
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import SEPARATORS
+from corun.node.life import Role, node_info
 from corun.observe.tracing import Value, caller_of
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
-from corun.types import KvHandle, NodeLoad, NodeRef
+from corun.types import KvHandle, NodeLoad, NodeRef, NodeRole
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.metrics import PrefillMetrics
@@ -127,3 +130,18 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
         if any(mark in request.request_id for mark in SEPARATORS):
             raise InvalidArgumentError("request_id", request.request_id, f"must hold none of {SEPARATORS}")
+
+
+def role(config: NodeConfig, ref: NodeRef, engine: Any) -> Role:
+    """Return the parts of a prefill node, or of a colocated node's prefill side, around a started engine."""
+    facts = engine.facts
+    service = PrefillService(ref, engine, kv_tokens=facts.kv_blocks * facts.block_size)
+    service.metrics.show_engine(engine, facts.kv_blocks)
+    return Role(
+        engine=engine,
+        service=service,
+        service_name=SERVICE_NAME,
+        register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
+        info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
+        metrics=service.metrics,
+    )

@@ -40,6 +40,8 @@ class FakeStepper:
     is_dead: bool = False
     """Whether other splits in attention change nothing, as with dummy weights."""
     steps: list[list[str]] = field(default_factory=list)
+    told: list[int | None] = field(default_factory=list)
+    """The number of decode rows beside prompts that each step was given; None: it holds no prompts."""
 
     def __post_init__(self) -> None:
         self._cache = torch.zeros(self.num_blocks, 8)
@@ -73,8 +75,10 @@ class FakeStepper:
         tokens: Sequence[tuple[TestSequence, int]],
         ended: Iterable[TestSequence] = (),
         traced: Container[str] | None = None,
+        rows: int | None = None,
     ) -> dict[str, Trace]:
         batch = [sequence for sequence, _ in tokens]
+        self.told.append(rows)
         names = {sequence.name for sequence in batch}
         gone = {sequence.name for sequence in ended}
         assert len(names) == len(batch)

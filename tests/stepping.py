@@ -28,7 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from colocated_node.room import BUDGET, PLACES, SLOTS
+from colocated_node.shares import SLOTS
 from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, STAMPS_PARAM, owner
@@ -85,8 +85,7 @@ class _Engine:
         transfer = config.kv_transfer_config
         self._is_colocated = transfer is not None and transfer.kv_role == "kv_both"
         if self._is_colocated:  # As colocated_node/engine.py does.
-            shares = {SLOTS: trace.slots, BUDGET: budget, PLACES: trace.slots}
-            transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, **shares}
+            transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, SLOTS: trace.slots}
             config.scheduler_config.max_num_seqs = 2 * trace.slots
             config.scheduler_config.max_num_batched_tokens = trace.slots + budget
         config.scheduler_config.long_prefill_token_threshold = trace.chunk

@@ -22,7 +22,7 @@ from corun.node.certificate import SWITCHES, Certificate
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.types import FinishReason, Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
+from corun.types import FinishReason, Freedom, KvHandle, KvOwner, KvReads, NixlEndpoint, NodeRef, NodeRole
 from decode_node.service import DecodeRequest, StepRow
 
 VOCAB_SIZE = 256
@@ -265,6 +265,9 @@ class FakeDecodeEngine(FakeEngine):
         super().__init__(contract, kv, facts, engine_id)
         assert contract.decode is not None
         self._slots = contract.decode.slots
+        self.step_sizes = [self._slots]
+        self.shares = True
+        self.kv_reads = KvReads()
         self.step_ms = STEP_MS
         self.fail_after: int | None = None
         """End the next request that has this many tokens with an error, once."""

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
-from corun.node.life import Life, Role, node_info
+from corun.node.life import Life, Role
 from corun.node.membership import NodeAgent
 from corun.observe.endpoints import Observation
 from corun.testing.engines import KV_BLOCKS, Facts, FakeDecodeEngine, FakeKv, FakePrefillEngine
 from corun.testing.model import contract
 from corun.types import NodeInfo, NodeRef, NodeRole
-from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from decode_node import service as decode_service
-from decode_node.slots import SlotTable
 from prefill_node import service as prefill_service
 
 
@@ -33,18 +31,8 @@ def prefill_role(
 ) -> Role:
     """Return the parts of a prefill node. engine_id: of its engine. changes: other values for fields of its model
     contract."""
-    facts = Facts(kv_blocks=kv_blocks)
-    engine = FakePrefillEngine(contract(NodeRole.PREFILL, config.model, **changes), kv, facts, ref, engine_id)
-    service = prefill_service.PrefillService(ref, engine, kv_tokens=kv_blocks * facts.block_size)
-    service.metrics.show_engine(engine, kv_blocks)
-    return Role(
-        engine=engine,
-        service=service,
-        service_name=prefill_service.SERVICE_NAME,
-        register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-        info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
-        metrics=service.metrics,
-    )
+    model, facts = contract(NodeRole.PREFILL, config.model, **changes), Facts(kv_blocks=kv_blocks)
+    return prefill_service.role(config, ref, FakePrefillEngine(model, kv, facts, ref, engine_id))
 
 
 def decode_role(
@@ -57,21 +45,8 @@ def decode_role(
     **changes: Any,
 ) -> Role:
     """Return the parts of a decode node; see `prefill_role`."""
-    facts = Facts(kv_blocks=kv_blocks)
-    engine = FakeDecodeEngine(
-        contract(NodeRole.DECODE, config.model, slots=config.slots, **changes), kv, facts, engine_id
-    )
-    table = SlotTable(slots=config.slots, kv_blocks=kv_blocks, block_size=facts.block_size)
-    service = decode_service.DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
-    engine.on_step, engine.on_read = service.on_step, service.on_read
-    return Role(
-        engine=engine,
-        service=service,
-        service_name=decode_service.SERVICE_NAME,
-        register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
-        info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
-        metrics=service.metrics,
-    )
+    model = contract(NodeRole.DECODE, config.model, slots=config.slots, **changes)
+    return decode_service.role(config, ref, FakeDecodeEngine(model, kv, Facts(kv_blocks=kv_blocks), engine_id))
 
 
 class LocalNode(Life):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,35 +19,20 @@ def module() -> ModuleType:
     return load("colocated_node.certify")
 
 
-class Model:
-    """A fake model, and whether its worker was told that its steps hold prompts, step by step."""
-
-    def __init__(self, flaw: Flaw = no_flaw, *, block_size: int = 16, max_model_len: int = 9999, **model: Any) -> None:
-        self.holds_prompts = False
-        self.told: list[tuple[bool, bool]] = []
-        """For each sequence of each step: what the worker was told, and whether the step holds a prompt."""
-
-        def noted(row: int, batch: list[Any], sequence: Any) -> Any:
-            self.told.append((self.holds_prompts, any(map(is_prompt, batch))))
-            return flaw(row, batch, sequence)
-
-        self.stepper = FakeStepper(
-            flaw=noted, by_position=True, num_blocks=900, block_size=block_size, max_model_len=max_model_len, **model
-        )
-
-    @contextmanager
-    def prompts(self) -> Iterator[None]:
-        self.holds_prompts = True
-        yield
-        self.holds_prompts = False
+def a_model(flaw: Flaw = no_flaw, **sizes: Any) -> FakeStepper:
+    return FakeStepper(**{"flaw": flaw, "by_position": True, "num_blocks": 900, "max_model_len": 9999, **sizes})
 
 
 def is_prompt(sequence: Any) -> bool:
-    return str(sequence.name).startswith(("prompt-", "alone"))
+    return names_prompt(sequence.name)
 
 
-def certify(module: ModuleType, model: Model, longest: int = 2048) -> str:
-    test = module.MixedCertification(model.stepper, SLOTS, lambda number: number, longest, model.prompts)
+def names_prompt(name: str) -> bool:
+    return name.startswith(("prompt-", "alone"))
+
+
+def certify(module: ModuleType, model: FakeStepper, longest: int = 2048) -> str:
+    test = module.MixedCertification(model, SLOTS, lambda number: number, longest)
     found: str = test.difference(SLOTS)
     return found
 
@@ -57,17 +40,12 @@ def certify(module: ModuleType, model: Model, longest: int = 2048) -> str:
 def test_rows_and_prompts_that_ignore_each_other_may_share_steps(module: ModuleType) -> None:
     """All lengths of prompts run, beside all slots and fewer rows, which move; and the worker is told of each step
     whether it holds a prompt."""
-    model = Model()
+    model = a_model()
     assert certify(module, model) == ""
-    assert all(told == held for told, held in model.told)
-    beside = {
-        sum(not is_prompt(SimpleNamespace(name=name)) for name in step)
-        for step in model.stepper.steps
-        if any(name.startswith("prompt-") for name in step)
-    }
-    assert {SLOTS, 4, 1} <= beside
-    alone = [step for step in model.stepper.steps if step == ["alone"]]
-    assert len(alone) == len(module.LENGTHS)
+    held = [[*map(names_prompt, step)] for step in model.steps]
+    assert model.told == [step.count(False) if any(step) else None for step in held]
+    assert {SLOTS, 4, 1, None} <= {*model.told}
+    assert model.steps.count(["alone"]) == len(module.LENGTHS)
 
 
 def beside_a_prompt(row: int, batch: list[Any], sequence: Any) -> Any:
@@ -91,19 +69,19 @@ def beside_all_slots(row: int, batch: list[Any], sequence: Any) -> Any:
 @pytest.mark.parametrize("flaw", [beside_a_prompt, beside_a_long_prompt])
 def test_a_row_that_a_prompt_leaks_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
     length = 2048 if flaw is beside_a_long_prompt else 16
-    found = certify(module, Model(flaw, stage=stage))
+    found = certify(module, a_model(flaw, stage=stage))
     assert f"rows beside a prompt of {length} tokens: probe-" in found
 
 
 @pytest.mark.parametrize("stage", ["hidden", "logits", "logprob"])
 @pytest.mark.parametrize("flaw", [a_row_among_many_tokens, beside_all_slots])
 def test_a_prompt_that_rows_leak_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
-    found = certify(module, Model(flaw, stage=stage))
+    found = certify(module, a_model(flaw, stage=stage))
     assert found.startswith("a prompt of 16 tokens beside rows differs first in ")
 
 
 def test_a_prompt_whose_kv_follows_rows_is_found(module: ModuleType) -> None:
-    model = Model(a_row_among_many_tokens, stage="kv")
+    model = a_model(a_row_among_many_tokens, stage="kv")
     assert certify(module, model) == f"a prompt of 16 tokens beside rows differs first in {KV}"
 
 
@@ -126,12 +104,12 @@ def test_prompts_are_whole_blocks_that_step_and_model_have_room_for(
     def note(row: int, batch: list[Any], sequence: Any) -> Any:
         ran.update(len(one.prompt) for one in batch if is_prompt(one))
 
-    assert certify(module, Model(note, block_size=block_size, max_model_len=max_model_len), longest) == ""
+    assert certify(module, a_model(note, block_size=block_size, max_model_len=max_model_len), longest) == ""
     assert ran == lengths
 
 
 def test_a_test_without_a_prompt_grants_nothing(module: ModuleType) -> None:
-    assert "nothing was compared" in certify(module, Model(block_size=64), longest=63)
+    assert "nothing was compared" in certify(module, a_model(block_size=64), longest=63)
 
 
 # The worker.
@@ -141,7 +119,6 @@ class Worker:
     """What the worker's test of freedoms needs of a colocated worker, around a fake model."""
 
     slots, chunk_size, budget = SLOTS, 2048, 4096
-    holds_prompts = True
 
     def versions(self) -> list[str]:
         return []
@@ -152,11 +129,11 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker that tests a prefill side's freedoms; `model` is its model."""
     module, prefill = load("colocated_node.worker"), load("prefill_node.worker")
     made: Any = Worker()
-    made.model = Model()
+    made.model = a_model()
     made.module, made.prefill = module, prefill
     for found in (module, prefill):
-        monkeypatch.setattr(found, "Stepper", lambda worker: worker.model.stepper)
-    for name in ("test_mixed", "_prompts", "rows_of", "execute_model"):
+        monkeypatch.setattr(found, "Stepper", lambda worker: worker.model)
+    for name in ("test_mixed", "rows_of", "execute_model"):
         monkeypatch.setattr(Worker, name, getattr(module.ColocatedWorker, name), raising=False)
     return made
 
@@ -166,18 +143,18 @@ def refused(worker: Any, **before: str) -> str:
     test = worker.prefill.FreedomTest(worker, [*before, "mixed"])
     test.refused |= before
     worker.test_mixed(test)
-    assert (test.evidence().comparisons > 0) == bool(worker.model.stepper.steps)
+    assert (test.evidence().comparisons > 0) == bool(worker.model.steps)
     return str(test.refused["mixed"])
 
 
 def test_mixed_is_granted_where_nothing_leaks(worker: Any) -> None:
     assert refused(worker, packed="", chunks="other bits") == ""
-    assert worker.model.stepper.steps
+    assert worker.model.steps
 
 
 @pytest.mark.parametrize("flaw", [beside_a_prompt, a_row_among_many_tokens])
 def test_mixed_is_refused_where_rows_and_prompts_move_each_others_bits(worker: Any, flaw: Flaw) -> None:
-    worker.model = Model(flaw)
+    worker.model = a_model(flaw)
     assert "a prompt of 16 tokens" in refused(worker, packed="")
 
 
@@ -186,47 +163,37 @@ def test_without_packed_there_is_no_mixed(worker: Any) -> None:
     assert refused(worker, packed="rows differ") == "rows differ"
     assert "packed" in refused(worker)
     assert "packed" in refused(worker, chunks="")
-    assert worker.model.stepper.steps == []
+    assert worker.model.steps == []
 
 
 @pytest.mark.parametrize("wanted", [[], ["packed"], ["packed", "chunks"]])
 def test_mixed_is_not_tested_if_it_is_not_wanted(worker: Any, wanted: list[str]) -> None:
     test = worker.prefill.FreedomTest(worker, wanted)
     worker.test_mixed(test)
-    assert (list(test.refused), worker.model.stepper.steps) == (wanted, [])
+    assert (list(test.refused), worker.model.steps) == (wanted, [])
 
 
 def test_what_is_known_of_it_before_refuses_it(worker: Any) -> None:
     test = worker.prefill.FreedomTest(worker, ["packed", "mixed"])
     test.refused["mixed"] = "the algorithm follows the number of rows"
     worker.test_mixed(test)
-    assert (test.refused["mixed"], worker.model.stepper.steps) == ("the algorithm follows the number of rows", [])
+    assert (test.refused["mixed"], worker.model.steps) == ("the algorithm follows the number of rows", [])
 
 
 def test_steps_are_of_the_kind_that_the_scheduler_says(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with prompts have their own length, and those of rows a fixed one. A self-test's steps say nothing."""
+    """Steps with prompts have their own length, and those of rows a fixed one, in service and in self-tests. vLLM's own
+    warm-up says nothing."""
     connector = load("corun.node.kv.connector")
     ran: list[tuple[bool, int]] = []
     worker.sizes = [4, SLOTS]
     base = SimpleNamespace(execute_model=lambda output: None, rows_of=lambda live: 4 if live <= 4 else SLOTS)
     monkeypatch.setattr(worker.module, "super", lambda: base, raising=False)
-    worker.holds_prompts = False
-
-    def run(rows: int | None, *, is_served: bool = True) -> None:
-        meta = connector.HandoffMetadata() if is_served else connector.CorunNixlConnector.nothing_to_do()
-        meta.rows = rows
+    steps = [connector.CorunNixlConnector.nothing_to_do(rows) for rows in (None, 0, 2, None, 2)]
+    for meta in (*steps, connector.HandoffMetadata(), None):
         worker.execute_model(SimpleNamespace(kv_connector_metadata=meta))
         ran.append((worker.holds_prompts, worker.rows_of(3)))
-
-    run(None)
-    run(0)
-    run(None, is_served=False)
-    run(2)
-    run(None)
-    with worker._prompts():
-        run(None, is_served=False)
-    run(None, is_served=False)
-    assert ran == [(False, 4), (True, 3), (True, 3), (True, 3), (False, 4), (True, 3), (False, 4)]
+    rows, prompts = (False, 4), (True, 3)
+    assert ran == [rows, prompts, prompts, rows, prompts, rows, rows]
 
 
 class Graphs:
@@ -235,6 +202,7 @@ class Graphs:
     def __init__(self) -> None:
         pieces = {tokens: graph(tokens, None) for tokens in (4, 8, 16, 32)}
         rows = {tokens: graph(tokens, 1) for tokens in (4, 8)}
+        self.graphs = list(rows.values())
         self._candidates = {}
         for tokens in range(1, 33):
             row = [one for size, one in rows.items() if size >= tokens][:1]
@@ -257,11 +225,24 @@ def test_steps_with_prompts_run_the_graphs_of_a_prefill_node() -> None:
     module = load("colocated_node.worker")
     manager, holds = Graphs(), [False]
     module.keep_rows_graphs_v2(manager, lambda: holds[0])
-    module.choose_buckets_v2(manager, [16, 32])
+    module.choose_graphs_v2(manager, [4, 8], [16, 32])
     assert [manager.dispatch(3, 3, 1), manager.dispatch(8, 8, 1)] == [(4, 1), (8, 1)]
     assert [manager.dispatch(9, 9, 1), manager.dispatch(1, 20, None)] == [(16, None), (32, None)]
     holds[0] = True
     assert [manager.dispatch(3, 3, 1), manager.dispatch(8, 8, 1)] == [(16, None), (16, None)]
     assert manager.dispatch(3, 17, 1) == (32, None)
-    module.choose_buckets_v2(manager, [16])
+    module.choose_graphs_v2(manager, [8], [16])
     assert manager.dispatch(3, 17, None) is None, "longer steps than the last bucket run without a graph"
+    holds[0] = False
+    assert [manager.dispatch(3, 3, 1), manager.dispatch(9, 9, 1)] == [(8, 1), (16, None)], "4 rows are not allowed now"
+
+
+def test_without_buckets_prompts_keep_the_graph_of_their_own_length() -> None:
+    """The benchmark's engines are so."""
+    manager = Graphs()
+    load("decode_node.worker").choose_graphs_v2(manager, [8])
+    assert [manager.dispatch(3, 3, 1), manager.dispatch(1, 3, None), manager.dispatch(1, 9, None)] == [
+        (8, 1),
+        (4, None),
+        (16, None),
+    ]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from colocated_node.room import prompt_blocks
+from colocated_node.shares import prompt_blocks
 from corun.types import NodeRole
 from decode_node.slots import SlotTable
 from tests.decode_node.test_scheduler import FIXED
@@ -27,7 +27,6 @@ from tests.prefill_node.test_scheduler import violations as prompt_violations
 from tests.traces import (
     BLOCK_SIZE,
     CPU,
-    Abort,
     Arrive,
     Platform,
     Record,
@@ -45,11 +44,6 @@ LONGEST_WAIT = 2
 """The most steps from one row of a sample to its next, or without a prompt while one is unfinished."""
 PLENTY = 1000
 """More blocks than all requests of a trace need."""
-
-
-@pytest.fixture(scope="module")
-def stepping() -> ModuleType:
-    return load("tests.stepping")
 
 
 @pytest.fixture
@@ -132,19 +126,6 @@ def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, p
 
     check()
     assert min(mixed, turns) > 100
-
-
-@PLATFORMS
-@pytest.mark.parametrize("freedoms", [((),), (PACKED,), (MIXED,)], ids=["none", "packed", "all"])
-def test_a_busy_node_of_prompts_with_one_certificate(
-    stepping: ModuleType, platform: Platform, freedoms: tuple[tuple[str, ...], ...]
-) -> None:
-    @examples(60)
-    @given(colocated_traces(freedoms))
-    def check(trace: Trace) -> None:
-        assert violations(play(stepping, trace, platform), trace, stepping) == set()
-
-    check()
 
 
 def rows_of(record: Record) -> list[dict[int, Any]]:
@@ -238,25 +219,6 @@ def test_what_is_leased_gets_room_whatever_prompts_hold(stepping: ModuleType, pl
     assert samples <= {n for step in record.steps[: ended + 1] for n in step.rows}
     assert ended < 60
     assert record.steps[ended].prompt_blocks in range(share - 4, share + 1), "prompts still hold their blocks"
-
-
-@PLATFORMS
-@pytest.mark.parametrize("steps", range(7))
-@pytest.mark.parametrize("freedoms", [(), MIXED], ids=["turns", "mixed"])
-def test_an_abort_of_either_frees_at_every_stage(
-    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
-) -> None:
-    ops = (
-        sample(33, 9, transfer_steps=3, group=1),
-        Arrive(prompt=40, transfer_steps=3, freedoms=freedoms),
-        sample(33, 9, group=1),
-        Arrive(prompt=20, freedoms=freedoms),
-        Run(steps) if steps else Abort(2),
-        Abort(0),
-        Abort(1),
-    )
-    trace = Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16)
-    assert violations(play(stepping, trace, platform), trace, stepping) == set()
 
 
 # Schedulers that break one rule each.
@@ -367,21 +329,22 @@ def with_rows(showing: Any) -> Any:
     return shown
 
 
-@pytest.mark.parametrize("caught", ["rows", "prompts", "tokens"])
-def test_another_step_than_chosen_is_refused(
-    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch, caught: str
+def test_rows_beside_prompts_that_may_not_have_them_are_refused(
+    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other prompts, or other chunks, are refused as on a prefill node (`check_prompts`)."""
     ops = (sample(16, 30), Run(3), Arrive(prompt=40), Arrive(prompt=40))
-    trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40)
-    engine = stepping.engine(COLOCATED, trace, CPU, role=None)
-    made = engine.scheduler
-    if caught == "rows":
-        monkeypatch.setattr(scheduler, "_showing_only", with_rows(scheduler._showing_only))
-    elif caught == "prompts":
-        shows = made.showing_waiting
-        monkeypatch.setattr(made, "showing_waiting", lambda shown: shows([*made.waiting]))
-    else:
-        made.scheduler_config.long_prefill_token_threshold = 8
-    words = {"rows": r"holds rows of \['0'\]", "prompts": r"the prefill step of \['1'\] holds", "tokens": "no chunk of"}
-    with pytest.raises(RuntimeError, match=words[caught]):
+    engine = stepping.engine(COLOCATED, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40), CPU, role=None)
+    monkeypatch.setattr(scheduler, "_showing_only", with_rows(scheduler._showing_only))
+    with pytest.raises(RuntimeError, match=r"holds rows of \['0'\]"):
+        engine.play()
+
+
+def test_other_prompts_than_chosen_are_refused(stepping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = stepping.engine(
+        COLOCATED, Trace(2, 16, 48, (Arrive(prompt=40), Arrive(prompt=40)), budget=40), CPU, role=None
+    )
+    shows = engine.scheduler.showing_waiting
+    monkeypatch.setattr(engine.scheduler, "showing_waiting", lambda shown: shows([*engine.scheduler.waiting]))
+    with pytest.raises(RuntimeError, match=r"the prefill step of \['0'\] holds"):
         engine.play()

@@ -170,15 +170,6 @@ def test_a_row_that_is_not_finite_gets_nan_and_touches_no_other() -> None:
     assert [bits(found)[0], bits(found)[-1]] == [alone, alone]
 
 
-def test_exact_sums_have_exact_logarithms() -> None:
-    """Each of n equal logits, in any places, has the probability 1/n; all other tokens are masked."""
-    for count in (1, 2, 64, 100):
-        logits = torch.full((1, 2 * PART), -INF)
-        logits[0, :: 2 * PART // count][:count] = 3.0
-        _, found = draw_and_score(greedy, logits, changes=False)
-        assert bits(found) == [int((0 - np.log(np.float32(count))).view(np.uint32))]
-
-
 class Node:
     """A V2 runner as far as sampling sees it: vLLM's sampler and request states, and logits instead of a model."""
 

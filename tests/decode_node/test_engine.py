@@ -21,28 +21,17 @@ from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.start import EngineFacts
 from corun.params import SamplingParams
-from corun.receipt import prompt_digest
 from corun.testing.engines import certificate
-from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
+from corun.types import FinishReason, KvOwner, NixlEndpoint, NodeRole
 from decode_node.engine import VllmDecodeEngine, arguments
 from decode_node.service import DecodeRequest, StepRow
+from tests.handles import a_handle
 from tests.loading import load
 
 FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9), finding="")
 PROMPT = (*range(1, 41),)
-HANDLE = KvHandle(
-    prefill_node=NodeRef(node_id="p0", generation="a" * 16),
-    engine_id="p0-engine",
-    request_id="prefill-1",
-    block_ids=((4, 5, 6),),
-    host="127.0.0.1",
-    port=7000,
-    tp_size=1,
-    num_tokens=40,
-    prompt_digest=prompt_digest(PROMPT),
-    reader=NodeRef(node_id="d0", generation="d" * 16),
-    owners=(KvOwner(request_id="prefill-0", num_blocks=2), KvOwner(request_id="prefill-1", num_blocks=1)),
-)
+OWNERS = KvOwner(request_id="prefill-0", num_blocks=2), KvOwner(request_id="prefill-1", num_blocks=1)
+HANDLE = a_handle(PROMPT, block_ids=((4, 5, 6),), owners=OWNERS)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from corun.errors import InvalidArgumentError
 from corun.node.vllm.start import EngineFacts
-from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_seed, check_vocabulary
+from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_vocabulary
 from decode_node.engine import MAX_HELD_BACK, engine_params
 from tests.loading import load
 
@@ -175,11 +175,6 @@ def test_the_gpu_runner_has_room_for_all_that_we_accept() -> None:
     runner = load("vllm.v1.worker.gpu.sample.logit_bias")
     assert runner.MAX_NUM_LOGIT_BIAS_TOKENS >= MAX_LOGIT_BIAS
     assert runner.MAX_NUM_STOP_TOKEN_IDS == MAX_HELD_BACK
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
-def test_seeds_reach_the_engine(seed: int) -> None:
-    assert engine_params(SamplingParams(), check_seed(seed), FACTS, {}).seed == seed
 
 
 LEGAL = st.fixed_dictionaries(

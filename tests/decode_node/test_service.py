@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,12 @@ import grpc
 import pytest
 
 from corun.errors import (
-    CorunError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
     OverloadedError,
     StaleGenerationError,
     UnavailableError,
-    from_rpc_error,
 )
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
@@ -32,12 +30,13 @@ from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
+from tests.answers import DEADLINE_S, refusal, until
+from tests.handles import a_handle
 
 REF = NodeRef(node_id="d0", generation="a" * 16)
 PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=2, stamp_addresses=(4096, 2**63))
 PROMPT = (1, 2, 3)
 SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
-DEADLINE_S = 60.0
 LONG_MS, SHORT_MS = 60_000, 1000
 """Times to live. One is longer than any test. The other is short enough to wait for, yet longer than a call on a busy
 machine."""
@@ -77,20 +76,7 @@ def owners(*runs: tuple[str, int]) -> tuple[KvOwner, ...]:
 
 
 def handle(prompt: Sequence[int] = PROMPT, **fields: Any) -> KvHandle:
-    values = {
-        "prefill_node": NodeRef(node_id="p0", generation="c" * 16),
-        "engine_id": "p0-engine",
-        "request_id": "prefill-1",
-        "block_ids": ((4,),),
-        "host": "127.0.0.1",
-        "port": 7000,
-        "tp_size": 1,
-        "num_tokens": len(prompt),
-        "prompt_digest": prompt_digest(prompt),
-        "reader": REF,
-        "owners": owners(("prefill-1", 1)),
-    }
-    return bound(KvHandle(**{**values, **fields}))
+    return bound(a_handle(prompt, **{"reader": REF, "owners": owners(("prefill-1", 1)), **fields}))
 
 
 class Steps:
@@ -191,20 +177,6 @@ async def node(ttl_ms: int) -> AsyncIterator[Node]:
 short_lived = pytest.mark.parametrize("ttl_ms", [SHORT_MS])
 
 
-async def refusal(call: Any) -> CorunError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
-            await asyncio.sleep(0.002)
-
-    await asyncio.wait_for(poll(), DEADLINE_S)
-
-
 # Leases
 
 
@@ -284,17 +256,6 @@ async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
     await node.release(running)
     await node.release(99)
     assert node.engine.aborted == [name]
-
-
-@short_lived
-async def test_leases_of_a_router_without_a_stream_expire(node: Node) -> None:
-    (running,) = await node.started()
-    waiting = (await node.reserve()).lease_id
-    (name,) = node.engine.ids()
-    await node.until_free()
-    await until(lambda: node.engine.aborted == [name])
-    for lease in (running, waiting):
-        assert isinstance(await refusal(node.start(lease)), NotFoundError)
 
 
 # Start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from corun.rpc.server import GrpcServer
 from corun.types import NixlEndpoint, NodeInfo, NodeRef, NodeRole
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc as pb_grpc
+from tests.answers import until
 
 INFO = NodeInfo(
     ref=NodeRef(node_id="p0", generation="a" * 16),
@@ -100,13 +101,3 @@ async def serving(router: Router, port: int = 0, **options: Any) -> AsyncIterato
         yield server
     finally:
         await server.stop(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it; raises TimeoutError after 20 s."""
-
-    async def poll() -> None:
-        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
-            await asyncio.sleep(0.002)
-
-    await asyncio.wait_for(poll(), DEADLINE_S)

@@ -149,28 +149,10 @@ def make(request: pytest.FixtureRequest, torch: Any, fa3: Fa3, monkeypatch: pyte
     return builder
 
 
-@pytest.mark.parametrize(
-    ("length", "splits"),
-    [(0, 1), (1, 1), (2047, 1), (2048, 1), (2049, 2), (4096, 2), (4097, 3), (30721, 16), (32768, 16), (32769, 16)],
-)
-def test_a_row_is_cut_by_its_own_length(torch: Any, attention: Any, length: int, splits: int) -> None:
-    rows = torch.tensor([length, 5], dtype=torch.int32)
-    assert attention.own_length(rows).tolist() == [splits, 1]
-    assert attention.own_length(rows).dtype == torch.int32
-
-
 def test_the_rule_is_the_one_that_was_measured(torch: Any, attention: Any) -> None:
     lengths = torch.arange(40_000, dtype=torch.int32)
     assert torch.equal(attention.own_length(lengths), (-(-lengths // 2048)).clamp(1, 16))
-
-
-def test_a_row_is_told_by_its_position_and_not_by_its_number_of_tokens(torch: Any, attention: Any) -> None:
-    """A prompt's chunk may have one token. A prompt's last position belongs to decode, which computes it again."""
-    prompts = torch.tensor([5000, 5000, 5000, 5000, 9000])
-    firsts = torch.tensor([4998, 4999, 5000, 2048, 4999])
-    lengths = torch.tensor([4999, 5000, 5001, 4999, 5000], dtype=torch.int32)
-    assert attention.own_length(lengths, firsts, prompts).tolist() == [1, 3, 3, 1, 1]
-    assert attention.own_length(lengths).tolist() == [3] * 5
+    assert attention.own_length(lengths).dtype == torch.int32
 
 
 @pytest.mark.parametrize(("mode", "tokens"), [("PIECEWISE", 2048), ("FULL", 2048), ("FULL", 8)])

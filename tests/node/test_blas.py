@@ -230,18 +230,19 @@ def test_layers_whose_kernels_are_not_known_are_refused(blas: ModuleType, torch:
         blas.products(model(torch, method=Fp8LinearMethod), 64, 8)
 
 
-def headers() -> str:
+def installed(pattern: str) -> Path:
+    """Return the first file of NVIDIA's packages with such a name; skip the test if there is none."""
     found = importlib.util.find_spec("nvidia")
-    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
-    paths = [path for root in roots for path in root.glob("*/include/cublasLt.h")]
+    roots = (found.submodule_search_locations or ()) if found else ()
+    paths = [path for root in roots for path in Path(root).glob(pattern)]
     if not paths:
-        pytest.skip("cuBLAS's headers are not installed")
-    folder = paths[0].parent
-    return "".join((folder / name).read_text() for name in ("cublasLt.h", "cublas_api.h", "library_types.h"))
+        pytest.skip(f"{pattern} is not installed")
+    return paths[0]
 
 
 def test_the_numbers_are_those_of_the_headers(blas: ModuleType, torch: Any) -> None:
-    text = headers()
+    folder = installed("*/include/cublasLt.h").parent
+    text = "".join((folder / name).read_text() for name in ("cublasLt.h", "cublas_api.h", "library_types.h"))
 
     def number(name: str) -> int:
         found = re.search(rf"\b{name}\s*=\s*(\d+)", text)
@@ -273,12 +274,9 @@ def test_the_numbers_are_those_of_the_headers(blas: ModuleType, torch: Any) -> N
 
 
 def test_the_library_that_is_installed_knows_all_calls_and_refuses_without_a_gpu(blas: ModuleType, torch: Any) -> None:
-    found = importlib.util.find_spec("nvidia")
-    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
-    paths = [path for root in roots for path in root.glob("*/lib/libcublasLt.so.*")]
-    if not paths or torch.cuda.is_available():
-        pytest.skip("cuBLASLt is not installed, or there is a GPU")
-    library = ctypes.CDLL(str(paths[0]))
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    library = ctypes.CDLL(str(installed("*/lib/libcublasLt.so.*")))
     for name in dir(Library):
         if name.startswith("cublasLt"):
             assert hasattr(library, name)

@@ -76,26 +76,28 @@ def test_a_log_line_says_all_of_it() -> None:
         assert words in text
 
 
-def test_settings_switch_freedoms_off_and_say_so() -> None:
-    assert untested(PrefillConfig(model="m"), NodeRole.PREFILL, "") == BOTH
-    off = PrefillConfig(model="m", packed_prefill=False, free_chunks=False)
-    assert untested(off, NodeRole.PREFILL, "") == {
-        Freedom.PACKED: "switched off by --no-packed-prefill",
-        Freedom.CHUNKS: "switched off by --no-free-chunks",
-    }
-    assert untested(DecodeConfig(model="m"), NodeRole.DECODE, "") == {Freedom.ROWS: ""}
-    without = DecodeConfig(model="m", smaller_steps=False)
-    assert untested(without, NodeRole.DECODE, "") == {Freedom.ROWS: "switched off by --no-smaller-steps"}
+NO_PACKED, NO_CHUNKS, NO_ROWS = (
+    f"switched off by --no-{setting}" for setting in ("packed-prefill", "free-chunks", "smaller-steps")
+)
 
 
-def test_a_node_that_failed_its_self_test_tests_no_freedoms() -> None:
-    for role, config in ((NodeRole.PREFILL, PrefillConfig(model="m")), (NodeRole.DECODE, DecodeConfig(model="m"))):
-        assert set(untested(config, role, "a difference").values()) == {SELF_TEST_FAILED}
-    off = PrefillConfig(model="m", packed_prefill=False)
-    assert untested(off, NodeRole.PREFILL, "a difference") == {
-        Freedom.PACKED: "switched off by --no-packed-prefill",
-        Freedom.CHUNKS: SELF_TEST_FAILED,
-    }
+@pytest.mark.parametrize(
+    ("role", "settings", "passed", "failed"),
+    [
+        ("prefill", {}, ["", ""], [SELF_TEST_FAILED] * 2),
+        ("prefill", {"packed_prefill": False}, [NO_PACKED, ""], [NO_PACKED, SELF_TEST_FAILED]),
+        ("prefill", {"packed_prefill": False, "free_chunks": False}, [NO_PACKED, NO_CHUNKS], [NO_PACKED, NO_CHUNKS]),
+        ("decode", {}, [""], [SELF_TEST_FAILED]),
+        ("decode", {"smaller_steps": False}, [NO_ROWS], [NO_ROWS]),
+    ],
+)
+def test_settings_switch_freedoms_off_and_a_node_that_failed_its_self_test_tests_none(
+    role: str, settings: dict[str, Any], passed: list[str], failed: list[str]
+) -> None:
+    names = [Freedom.PACKED, Freedom.CHUNKS] if role == "prefill" else [Freedom.ROWS]
+    config = (PrefillConfig if role == "prefill" else DecodeConfig)(model="m", **settings)
+    assert untested(config, NodeRole(role), "") == dict(zip(names, passed, strict=True))
+    assert untested(config, NodeRole(role), "a difference") == dict(zip(names, failed, strict=True))
 
 
 class Llm:

@@ -14,7 +14,7 @@ import pytest
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract, diff
 from corun.models import tiny
-from corun.node.vllm import facts, pin
+from corun.node.vllm import facts
 from corun.node.vllm.start import facts as engine_facts
 from tests.loading import load
 from tests.node.test_pin import seen as settings_seen
@@ -88,11 +88,10 @@ def test_the_end_tokens_are_those_of_generation_config_and_else_of_config(direct
         ("cpu_caches", [32768, 2097152, 0], "model.cpu_caches", "[32768, 2097152, 0]"),
         ("multiprocessors", 66, "decode.multiprocessors", "66"),
         ("traced_tokens", 4096, "decode.traced_tokens", "4096"),
+        ("split_policy", "own-length 2048 max 16", "decode.split_policy", "own-length 2048 max 16"),
     ],
 )
-def test_what_kernels_are_chosen_by_is_in_the_contract(
-    directory: Path, fact: str, value: Any, field: str, text: str
-) -> None:
+def test_what_decides_bits_is_in_the_contract(directory: Path, fact: str, value: Any, field: str, text: str) -> None:
     differences = diff(contract_of(directory), contract_of(directory, **{fact: value}))
     assert {name: pair[1] for name, pair in differences.items()} == {field: text}
 
@@ -152,9 +151,3 @@ def test_kernels_that_vllm_cannot_use_are_not_in_the_contract(
     found = contract_of(directory, kernel_packages=["flashinfer"] if usable else []).model.kernels
     assert "flashinfer-python 0.6.14" in found
     assert ("flashinfer is used" in found) is usable
-
-
-def test_how_attention_cuts_kv_is_in_the_contract(directory: Path) -> None:
-    plain, by_length = (contract_of(directory, split_policy=policy) for policy in pin.SPLIT_POLICY.values())
-    assert diff(plain, by_length) == {"decode.split_policy": ("none", "own-length 2048 max 16")}
-    assert plain.fingerprint() != by_length.fingerprint()

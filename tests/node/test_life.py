@@ -23,7 +23,8 @@ from corun.observe.endpoints import observed
 from corun.observe.metrics import Metrics
 from corun.rpc.channel import channel
 from corun.types import Freedom, FreedomStatus, NodeInfo, NodeLoad, NodeRef, NodeRole
-from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
+from tests.answers import until
+from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving
 from tests.probing import probe
 
 SERVICE, OTHER_SERVICE = "corun.v1.PrefillService", "corun.v1.DecodeService"
@@ -170,7 +171,6 @@ async def test_a_node_drains_before_it_stops(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("sign", "reason"),
     [
-        ("death", "the engine died"),
         # If the engine is idle, only the question for its load shows that it died.
         ("load", "the engine died"),
         ("silence", "the engine has not answered for"),
@@ -184,9 +184,6 @@ async def test_an_engine_that_is_dead_or_stays_stuck_ends_the_node(
     async with living(monkeypatch, **restart) as life:
         life.hanging = sign == "silence"
         life.failure = RuntimeError("the engine is dead") if sign == "load" else None
-        if sign == "death":
-            life.busy = True
-            life.on_death()
         with pytest.raises(UnavailableError, match=reason):
             await life.end()
         assert life.stopped
@@ -214,23 +211,6 @@ async def until_health(life: Life, expected: str) -> None:
     await asyncio.wait_for(poll(), DEADLINE_S)
 
 
-async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes do not restart the node: the engine may go on; if it does not, the node ends by itself."""
-    async with living(monkeypatch, engine_timeout_s=0.1, metrics_port=0) as life:
-        life.busy = life.hanging = True
-        await until(lambda: bool(stuck(life)))
-        assert stuck(life) == "its engine is stuck: no answer and no step for 0.1 s"
-        await until(lambda: bool(life.given_up))
-        assert (life.closed, life.given_up) == (stuck(life), [stuck(life)])
-        await until_health(life, "NOT_SERVING")
-        assert await life.probes() == PROBES
-        life.hanging = False
-        await until(lambda: not stuck(life))
-        assert life.closed == ""
-        assert not life.task.done()
-        await until_health(life, "SERVING")
-
-
 async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stuck engine runs nothing that the node could wait for."""
     async with living(monkeypatch, engine_timeout_s=0.05) as life:
@@ -241,41 +221,6 @@ async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.Monkey
         await life.end()
 
 
-async def test_a_finding_in_service_takes_the_node_out_for_good(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The process stays up to be read. An engine that was stuck and answers again changes nothing of it."""
-    async with living(monkeypatch, engine_timeout_s=0.05, metrics_port=0) as life:
-        life.busy = True
-        life.freedoms = (FreedomStatus(name="packed", refused="other KV"), FreedomStatus(name="chunks"))
-        life.on_finding("other KV when it runs alone")
-        await until(lambda: bool(life.given_up))
-        await until(lambda: len(life.router.registered) == 2)
-        assert life.router.registered[-1].freedoms == life.freedoms
-        assert (stuck(life), life.given_up) == ("other KV when it runs alone", [life.closed])
-        await until_health(life, "NOT_SERVING")
-        assert await life.probes() == PROBES
-        life.hanging = True
-        await until(lambda: "its engine is stuck" in caplog.text)
-        life.hanging = False
-        await until(lambda: "the engine answers again" in caplog.text)
-        beats = len(life.router.beats)
-        await until(lambda: len(life.router.beats) > beats + 1)
-        assert stuck(life) == life.closed == "other KV when it runs alone"
-        assert not life.task.done()
-
-
-async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:
-    life.busy = True
-    life.router.quarantined = "node p0 gave other bits"
-    with pytest.raises(DataLossError, match="node p0 gave other bits"):
-        await life.end()
-    (reason,) = life.given_up
-    assert life.router.beats[-1].stuck == life.closed == reason
-    assert life.router.beats[-1].draining
-    assert life.stopped
-
-
 async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
     """The node was told to stop, and it has stopped, so the dead engine is no error."""
     life.busy = True
@@ -284,14 +229,6 @@ async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
     life.failure = RuntimeError("the engine is dead")
     await life.end()
     assert life.stopped
-
-
-async def test_work_that_outlasts_the_grace_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(monkeypatch, drain_grace_s=0.1) as life:
-        life.busy = True
-        life.stop.set()
-        await life.end()
-        assert life.given_up == ["it was told to stop 0.1 s ago"]
 
 
 @pytest.mark.parametrize(
@@ -417,8 +354,11 @@ async def test_the_engine_of_either_role_ends_both(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("side", [0, 1])
-async def test_a_finding_of_either_role_takes_both_out(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
-    async with both_living(monkeypatch) as sides:
+async def test_a_finding_of_either_role_takes_both_out_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: int
+) -> None:
+    """The process stays up to be read. An engine that was stuck and answers again changes nothing of it."""
+    async with both_living(monkeypatch, engine_timeout_s=0.05, metrics_port=0) as sides:
         life, other = sides
         life.busy = other.busy = True
         sides[side].freedoms = (FreedomStatus(name="packed", refused="other KV"),)
@@ -427,17 +367,32 @@ async def test_a_finding_of_either_role_takes_both_out(monkeypatch: pytest.Monke
         await until(lambda: len(life.router.registered) == 4)
         told = {info.ref.node_id: info.freedoms for info in life.router.registered[2:]}
         assert told == {"p0": life.freedoms, "d0": other.freedoms}
+        await until_health(life, "NOT_SERVING")
+        assert await life.probes() == PROBES
+        other.hanging = True
+        await until(lambda: "its engine is stuck" in caplog.text)
+        other.hanging = False
+        await until(lambda: "the engine answers again" in caplog.text)
+        beats = len(life.router.beats)
+        await until(lambda: len(life.router.beats) > beats + 4)
         assert {beat.stuck for beat in last(life).values()} == {"other KV when it runs alone"}
         assert life.closed == other.closed == "other KV when it runs alone"
         assert life.given_up == other.given_up == [life.closed]
         assert not life.task.done()
 
 
-async def test_an_engine_that_is_stuck_is_said_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with both_living(monkeypatch, engine_timeout_s=0.1) as (life, other):
-        other.hanging = True
-        await until(lambda: all(beat.stuck for beat in last(life).values()))
+async def test_a_stuck_engine_is_said_of_both_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes do not restart the node: the engine may go on; if it does not, the node ends by itself."""
+    async with both_living(monkeypatch, engine_timeout_s=0.1, metrics_port=0) as (life, other):
+        life.busy = other.busy = other.hanging = True
+        reason = "its engine is stuck: no answer and no step for 0.1 s"
+        await until(lambda: {beat.stuck for beat in last(life).values()} == {reason})
         await until(lambda: bool(life.given_up and other.given_up))
+        assert (life.closed, life.given_up, other.given_up) == (reason, [reason], [reason])
+        await until_health(life, "NOT_SERVING")
+        assert await life.probes() == PROBES
         other.hanging = False
         await until(lambda: not any(beat.stuck for beat in last(life).values()))
         assert life.closed == other.closed == ""
+        assert not life.task.done()
+        await until_health(life, "SERVING")

@@ -161,20 +161,6 @@ def test_a_chosen_prompt_is_signed_once_and_whole_by_the_step_that_completes_it(
     assert prefills.completed("not chosen", 16) == prefills.completed("unknown", 16) == ()
 
 
-STRANGERS = {
-    "swapped": (rows(B + 1, B, B + 2), "block 0 of 3 is not this prompt's (2 are not)"),
-    "another owner's last block": (rows(B, B + 1, A), "block 2 of 3 is not this prompt's (1 are not)"),
-    "never written": (rows(B, 0, B + 2), "block 1 of 3 is not this prompt's (1 are not)"),
-    "one off": (rows(B + 1, B + 2, B + 3), "block 0 of 3 is not this prompt's (3 are not)"),
-    "its owner's": (rows(B, B + 1, B + 2), ""),
-}
-
-
-@pytest.mark.parametrize(("found", "refusal"), STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_noticed(found: Any, refusal: str) -> None:
-    assert compare(CLAIM, found, lambda blocks: np.zeros(len(blocks))) == Verdict(refusal)
-
-
 class Pair:
     """A table that is read from and one that reads, each with its own agent."""
 

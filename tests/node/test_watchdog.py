@@ -16,7 +16,7 @@ import pytest
 from corun.errors import UnavailableError
 from corun.node.watchdog import Pulse, end_with_parent
 from corun.processes import cpu_seconds, stat_fields
-from tests.node.scripted_router import until
+from tests.answers import until
 
 DEADLINE_S = 60.0
 TIMEOUT_S = 0.1

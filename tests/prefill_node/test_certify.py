@@ -24,7 +24,9 @@ def test_prompts_lie_around_the_edges_of_shapes(module: ModuleType) -> None:
 
 
 def test_a_model_without_a_flaw_is_certified(module: ModuleType) -> None:
-    assert module.certify(FakeStepper(), 64, (), None) == ""
+    stepper = FakeStepper()
+    assert module.certify(stepper, 64, (), None) == ""
+    assert {*stepper.told} == {0}, "the worker was not told that each step holds prompts"
 
 
 FLAWS: dict[str, Flaw] = {
@@ -114,6 +116,7 @@ def test_all_ranks_stop_at_a_difference_that_one_sees(module: ModuleType) -> Non
     test = module.Freedoms(stepper, limits, None)
     assert test.refused(["packed", "chunks"]) == dict.fromkeys(("packed", "chunks"), stepper.agree(""))
     assert test.comparisons == 4  # the first scene of each kind: three prompts, and one
+    assert {*stepper.told} == {0}, "the worker was not told that each step holds prompts"
 
 
 def test_prompts_under_test_have_kv_blocks_of_their_own_and_room(module: ModuleType) -> None:

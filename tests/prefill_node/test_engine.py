@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +48,6 @@ class Llm:
         self.asked: list[Any] = []
         """The requests that the core got."""
         self.aborted: list[str] = []
-        self.on_outputs: Callable[[list[Any]], Any] = lambda outputs: None
-        self.on_dead: Callable[[], None] = lambda: None
 
     async def add_request_async(self, request: Any) -> None:
         self.asked.append(request)
@@ -103,10 +101,14 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     return Llm()
 
 
+def make(cls: type[VllmPrefillEngine], llm: Llm, fraction: float = 0.5) -> Any:
+    contract: Any = None
+    return cls(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
+
+
 @pytest.fixture
 def engine(llm: Llm) -> Engine:
-    contract: Any = None
-    made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
+    made: Engine = make(Engine, llm)
     made.given, made.cached = [], []
     return made
 
@@ -130,8 +132,7 @@ async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
 
 async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> None:
     load("vllm.v1.engine.exceptions")
-    contract: Any = None
-    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
+    engine = make(VllmPrefillEngine, llm)
     uses: list[tuple[frozenset[str], str]] = [
         (frozenset(), "a"),
         (frozenset({CACHED}), ""),
@@ -143,7 +144,7 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
         engine.freedoms = freedoms
         ended = asyncio.ensure_future(engine.prefill("r", [5] * 20, READER, scope))
         await asyncio.sleep(0)
-        assert llm.on_outputs([output("r"), output("another's")]) == [output("another's")]
+        assert engine.take([output("r"), output("another's")]) == [output("another's")]
         with pytest.raises(InternalError, match="the engine kept no KV for prefill r"):
             await ended
     given = [request.sampling_params.extra_args["kv_transfer_params"] for request in llm.asked]
@@ -180,8 +181,7 @@ async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
     llm: Llm, fraction: float, freedoms: set[str], cached: list[int], is_told: bool
 ) -> None:
     """If it was not computed as the contract says, since then there is something to compare: its whole blocks."""
-    contract: Any = None
-    engine = Engine(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
+    engine = make(Engine, llm, fraction)
     engine.given, engine.cached, engine.freedoms = [], cached, frozenset(freedoms)
     found: list[Computation] = []
     engine.on_checked = found.append
@@ -242,14 +242,13 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
 @pytest.mark.parametrize("end", ["cancelled", "dead"])
 async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
     load("vllm.v1.engine.exceptions")
-    contract: Any = None
-    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
+    engine = make(VllmPrefillEngine, llm)
     died: list[str] = []
     engine.on_death = lambda: died.append("r")
     waiting = asyncio.ensure_future(engine.prefill("r", [1, 2], READER))
     await asyncio.sleep(0)
     if end == "dead":
-        llm.on_dead()
+        engine.note_dead()
         with pytest.raises(UnavailableError, match="the engine died"):
             await waiting
     else:
@@ -257,7 +256,7 @@ async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert (llm.aborted, died) == (([], ["r"]) if end == "dead" else (["r"], []))
-    assert llm.on_outputs([output("r")]) == [output("r")], "its late output is nobody's"
+    assert engine.take([output("r")]) == [output("r")], "its late output is nobody's"
 
 
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:

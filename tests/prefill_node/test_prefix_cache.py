@@ -282,15 +282,6 @@ def test_a_hit_above_the_last_token_is_cut(stepping: ModuleType) -> None:
 
 
 @PLATFORMS
-def test_a_drawn_token_is_never_found(stepping: ModuleType, platform: Platform) -> None:
-    """The 16th token is drawn by the first request, and is the second one's own."""
-    node = make(stepping, platform, chunk=16)
-    node.play(asks(15), SETTLE, asks(33), SETTLE)
-    assert node.wrong == []
-    assert node.ended[1].num_cached == 0
-
-
-@PLATFORMS
 @pytest.mark.parametrize("capped", [True, False])
 def test_what_a_longer_output_would_leave_is_not_found_either(
     stepping: ModuleType, platform: Platform, capped: bool

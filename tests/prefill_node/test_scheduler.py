@@ -228,41 +228,6 @@ def test_another_step_than_chosen_is_refused(
 
 
 @PLATFORMS
-def test_two_samples_that_would_outgrow_the_kv(stepping: ModuleType, platform: Platform) -> None:
-    """Both prompts fit five blocks, both outputs do not: the stock scheduler starts both and preempts one."""
-    trace = Trace(slots=2, chunk=64, blocks=5, ops=(Arrive(prompt=32, max_tokens=24, freedoms=FREE),) * 2, budget=64)
-    records = [play(stepping, scheduler, trace, platform, connector=False) for scheduler in (OURS, STOCK)]
-    assert list(violations(records[0], trace)) == []
-    assert "preempted" in set(violations(records[1], trace))
-
-
-@PLATFORMS
-def test_a_prompt_waits_for_the_kv_that_others_hold(stepping: ModuleType, platform: Platform) -> None:
-    """Five blocks: the second prompt starts once the first one's KV was read; the third, which fits, does not pass."""
-    held = Arrive(prompt=50, transfer_steps=12)
-    trace = Trace(slots=4, chunk=64, blocks=5, ops=(held, Arrive(prompt=60), Arrive(prompt=3)))
-    record = play(stepping, OURS, trace, platform)
-    order = [number for step in record.steps for number in step.rows]
-    assert order == [0, 1, 2]
-    waited = [i for i, step in enumerate(record.steps) if step.rows]
-    assert waited[1] - waited[0] > 12
-    assert not record.left_over
-
-
-@PLATFORMS
-@pytest.mark.parametrize("steps", range(6))
-@pytest.mark.parametrize("freedoms", [(), FREE], ids=["alone", "packed"])
-def test_an_abort_frees_at_every_stage(
-    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
-) -> None:
-    """Waiting, between chunks, with its last chunk in flight, and with its KV held for a reader."""
-    prompts = (Arrive(prompt=40, transfer_steps=3, freedoms=freedoms), Arrive(prompt=8, freedoms=freedoms))
-    trace = Trace(2, 16, 9, (*prompts, Run(steps) if steps else Abort(1), Abort(0)), budget=20)
-    record = play(stepping, OURS, trace, platform)
-    assert list(violations(record, trace)) == []
-
-
-@PLATFORMS
 def test_prompts_say_when_their_computation_began(stepping: ModuleType, platform: Platform) -> None:
     """Prompts of one step began together, and later ones later; vLLM's answer to each carries it."""
     began = load("corun.node.kv.handle").BEGAN_PARAM

@@ -7,19 +7,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
 from corun.errors import (
-    CorunError,
     DeadlineError,
     InternalError,
     InvalidArgumentError,
     StaleGenerationError,
     UnavailableError,
-    from_rpc_error,
 )
-from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
@@ -29,10 +25,11 @@ from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
+from tests.answers import DEADLINE_S, refusal, until
+from tests.handles import a_handle
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
-DEADLINE_S = 60.0
 
 
 class Engine:
@@ -97,19 +94,8 @@ class Engine:
 
 
 def handle(request_id: str, prompt: Sequence[int], reader: NodeRef = READER) -> KvHandle:
-    return KvHandle(
-        prefill_node=REF,
-        engine_id="p0-engine",
-        request_id=request_id,
-        block_ids=((4, 5), (6,)),
-        host="127.0.0.1",
-        port=7000,
-        tp_size=2,
-        num_tokens=len(prompt),
-        prompt_digest=prompt_digest(prompt),
-        reader=reader,
-        binding="b" * 64,
-    )
+    fields = {"request_id": request_id, "block_ids": ((4, 5), (6,)), "tp_size": 2, "reader": reader}
+    return a_handle(prompt, **fields, binding="b" * 64)
 
 
 class Node:
@@ -147,20 +133,6 @@ async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     async with channel(server.address) as connection:
         yield Node(pb_grpc.PrefillServiceStub(connection), engine, service)  # type: ignore[no-untyped-call]
     await server.stop(0)
-
-
-async def refusal(call: Any) -> CorunError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
-            await asyncio.sleep(0.002)
-
-    await asyncio.wait_for(poll(), DEADLINE_S)
 
 
 async def test_a_prompt_becomes_a_handle(node: Node) -> None:

@@ -9,13 +9,12 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node.kv.handle import binding
-from corun.receipt import prompt_digest
 from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.sharing import KEEPER, Sharing
+from tests.handles import a_handle
 
-REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
 OTHER = NodeRef(node_id="d1", generation="d" * 16)
 PROMPT = (1, 2, 3)
@@ -52,20 +51,7 @@ class Engine:
         self.computed.append(request_id)
         self.scopes.append(scope)
         self.readers[request_id] = {request_id}
-        digest = prompt_digest(prompt_token_ids)
-        handle = KvHandle(
-            prefill_node=REF,
-            engine_id="e",
-            request_id=request_id,
-            block_ids=((1,),),
-            host="h",
-            port=1,
-            tp_size=1,
-            num_tokens=len(prompt_token_ids),
-            prompt_digest=digest,
-            reader=reader,
-        )
-        return handle, 0.0
+        return a_handle(prompt_token_ids, request_id=request_id, reader=reader), 0.0
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         await self.sharing.wait()

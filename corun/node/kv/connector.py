@@ -27,8 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 
-from corun.node.kv.digest import KvDigest, copy_blocks, region_words
-from corun.node.kv.handle import OWNERS_PARAM, READER, STAMPS_PARAM
+from corun.node.kv import own_kv
+from corun.node.kv.digest import KvDigest, region_words
+from corun.node.kv.handle import OWNERS_PARAM, STAMPS_PARAM, names_in
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import (
@@ -39,7 +40,6 @@ from corun.node.kv.stamps import (
     Prefills,
     StampTable,
     Verdict,
-    compare,
     finish,
     judge,
 )
@@ -53,6 +53,7 @@ HEARTBEAT = b"HB:"
 """The prefix of vLLM's messages that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
 SHARED_LEASE_S = 10.0
 """The least time that a KV lease must last when another reader is added, which still has to begin and renew it."""
+UNKNOWN = Verdict("nobody said whose KV it must be")
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,7 @@ class Handoffs:
     refused: int = 0
     """The number of completed reads whose KV was not what the handle claims."""
     check_seconds: float = 0.0
-    """The time that all checks took in the engine's own thread."""
+    """The time that all checks took in the engine's own thread, with the queuing of copies inside the engine."""
 
 
 class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
@@ -89,8 +90,6 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Decode: the stamps that the handle's blocks must have, by request id."""
         self.rows: int | None = None
         """Colocated: the number of decode rows in a step that also holds prompts; None: it holds none."""
-        self.is_served = True
-        """Whether the step is the scheduler's, and not a self-test's."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -209,49 +208,29 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                     theirs=tuple(theirs[first:]),
                     ours=tuple(ours),
                 )
-        self._copy_own(meta)
+        engine_id = self.connector_worker.engine_id
+        if prompts := own_kv.take_heartbeat(meta, engine_id):
+            self.connector_worker._handle_heartbeat(prompts)
+        for name, read in own_kv.take_reads(meta, engine_id).items():
+            self._read_own(name, read)
         super().start_load_kv(forward_context, **kwargs)
 
-    def _copy_own(self, meta: HandoffMetadata) -> None:
-        """Copy the KV that samples read from prompts of this engine, and keep all of this from vLLM, which would
-        connect to itself.
-
-        The copy is queued behind the steps that computed the prompts and before the one that needs it. Owners change
-        only before a step's copies, so they are checked as of now.
-        """
+    def _read_own(self, name: str, read: Any) -> None:
+        """Copy the KV that a sample reads from a prompt of this engine, which needs it no longer for this reader."""
         worker = self.connector_worker
-        if own := meta.heartbeat_by_engine.get(worker.engine_id):
-            worker._handle_heartbeat(",".join(name.partition(READER)[0] for name in own.req_ids))
-            others = {name: beat for name, beat in meta.heartbeat_by_engine.items() if name != worker.engine_id}
-            meta.heartbeat_by_engine = others
-        for name, read in list(meta.reqs_to_recv.items()):
-            if read.remote.engine_id != worker.engine_id:
-                continue
-            del meta.reqs_to_recv[name]
-            if not read.local_block_ids:  # It was aborted before it began.
-                self._release_own(read.remote.request_id)
-                continue
-            worker._recving_metadata[name] = read
-            claim = self._claims.get(name)
-            if self._judged(name, claim, self._copy(claim) if claim else Verdict("nobody said whose KV it must be")):
-                self._release_own(read.remote.request_id)
-                del worker._recving_metadata[name]
-                self._copied.add(name)
-
-    def _copy(self, claim: Claim) -> Verdict:
-        """Copy a prompt's blocks to its sample's and check them."""
-        if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(self.table.rows):
-            return Verdict(f"blocks {claim.theirs} were offered for {claim.ours}")
-        copy_blocks(self._regions, claim.theirs, claim.ours)
-        began = time.monotonic()
-        verdict = compare(claim, self.table.rows[list(claim.theirs)], self._digests)
-        self.handoffs.check_seconds += time.monotonic() - began
-        return verdict
-
-    def _release_own(self, read_id: str) -> None:
-        """Say that a reader needs a prompt's KV no longer. read_id: see `corun.node.kv.handle.read_id`."""
-        request_id, _, reader = read_id.partition(READER)
-        self.release(request_id, reader or request_id)
+        if not read.local_block_ids:  # It was aborted before it began.
+            self.release(*names_in(read.remote.request_id))
+            return
+        claim, verdict = self._claims.get(name), UNKNOWN
+        if claim:
+            began = time.monotonic()
+            verdict = own_kv.copy(claim, self._regions, self.table, self._digests)
+            self.handoffs.check_seconds += time.monotonic() - began
+        worker._recving_metadata[name] = read
+        if self._judged(name, claim, verdict):
+            self.release(*names_in(read.remote.request_id))
+            del worker._recving_metadata[name]
+            self._copied.add(name)
 
     def wait_for_save(self) -> None:
         """Write the digests. vLLM calls this after the step's forward pass, before its result leaves this process."""
@@ -272,7 +251,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         found = dict(zip(claims, verdicts, strict=True))
         self.handoffs.check_seconds += time.monotonic() - began
         for name in read:
-            claim, verdict = claims.get(name), found.get(name, Verdict("nobody said whose KV it must be"))
+            claim, verdict = claims.get(name), found.get(name, UNKNOWN)
             if self._judged(name, claim, verdict) and claim:
                 self._thank(claim)
         return done
@@ -327,10 +306,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return stats
 
     @staticmethod
-    def nothing_to_do() -> HandoffMetadata:
-        """Return the metadata of a step that moves no KV."""
+    def nothing_to_do(rows: int | None) -> HandoffMetadata:
+        """Return the metadata of a step that moves no KV. rows: see `HandoffMetadata`."""
         meta = HandoffMetadata()
-        meta.is_served = False
+        meta.rows = rows
         return meta
 
     def share(self, request_id: str, readers: Iterable[str]) -> bool:
@@ -364,10 +343,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read."""
         if notice.startswith(HEARTBEAT):
             ids = notice.removeprefix(HEARTBEAT).decode().split(",")
-            return HEARTBEAT + ",".join(name.partition(READER)[0] for name in ids).encode()
+            return HEARTBEAT + ",".join(names_in(name)[0] for name in ids).encode()
         name, _, rest = notice.decode().rpartition(":")
-        request_id, _, reader = name.partition(READER)
-        return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader or request_id) else b""
+        request_id, reader = names_in(name)
+        return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader) else b""
 
     def _was_last(self, request_id: str, reader: str) -> bool:
         """Remove a reader from the readers of a prefill's KV. Return True if it was a reader and none is left."""

@@ -82,6 +82,12 @@ def read_id(request_id: str, claim: str) -> str:
     return f"{request_id}{READER}{claim}" if claim else request_id
 
 
+def names_in(read_id: str) -> tuple[str, str]:
+    """Return the prefill's id and the reader's from what `read_id` made. A single reader has the prefill's own id."""
+    request_id, _, reader = read_id.partition(READER)
+    return request_id, reader or request_id
+
+
 def _words(ref: NodeRef) -> tuple[str, str]:
     return ref.node_id, ref.generation
 

@@ -34,20 +34,12 @@ EDGES = (1, pin.PIECE_TOKENS, pin.PIECE_TOKENS + 1, LAST_CUT, LAST_CUT + 1)
 """The tokens of rows on both sides of the first and the last edge of `own_length`."""
 
 
-def own_length(
-    lengths: torch.Tensor, firsts: torch.Tensor | None = None, prompts: torch.Tensor | None = None
-) -> torch.Tensor:
+def own_length(lengths: torch.Tensor) -> torch.Tensor:
     """Return each row's number of splits, [rows] int32: a split for every 2048 tokens begun, at most 16.
 
-    lengths: [rows] int32, the tokens that a row reads, its own included; an idle row has 0, and gets one split. firsts
-    and prompts, [rows] each: the position of the row's first token, and the length of its prompt. A row at a prompt's
-    position always has one split, however many tokens it has: only the last position of a prompt is a decode row's.
-    Without these two every row is a decode row, as in a decode engine.
+    lengths: [rows] int32, the tokens that a decode row reads, its own included; an idle row has 0, and gets one split.
     """
-    counts = torch.bucketize(lengths, _edges(lengths.device), out_int32=True)
-    if firsts is None or prompts is None:
-        return counts
-    return counts.masked_fill(firsts < prompts - 1, 1)
+    return torch.bucketize(lengths, _edges(lengths.device), out_int32=True)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ and access to the contents of KV blocks. Must not know: what is tested with it, 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ class Stepper:
         tokens: Sequence[tuple[TestSequence, int]],
         ended: Iterable[TestSequence] = (),
         traced: Container[str] | None = None,
+        rows: int | None = None,
     ) -> dict[str, Trace]:
         """Run one step.
 
@@ -96,11 +98,12 @@ class Stepper:
             tokens: the step's sequences in their order, each with its number of tokens.
             ended: the sequences of earlier steps that are over; they take part in no later step.
             traced: the names of the sequences whose traces are wanted; None: all. A trace copies KV of every layer.
+            rows: the number of decode rows in a step that also holds prompts; None: it holds none.
 
         Returns:
             A trace for every wanted sequence whose prompt is complete, by name.
         """
-        output = self._schedule(tokens, {sequence.name for sequence in ended})
+        output = self._schedule(tokens, {sequence.name for sequence in ended}, rows)
         with recorded_logits(self._runner.model) as recorded:
             self._worker.execute_model(output)
             result = self._worker.sample_tokens(None)
@@ -191,7 +194,9 @@ class Stepper:
         first = torch.tensor(blocks, device=cache.device)[:, None] * parts
         return (first + torch.arange(parts, device=cache.device)).flatten()
 
-    def _schedule(self, tokens: Sequence[tuple[TestSequence, int]], ended: set[str]) -> SchedulerOutput:
+    def _schedule(
+        self, tokens: Sequence[tuple[TestSequence, int]], ended: set[str], rows: int | None = None
+    ) -> SchedulerOutput:
         output = SchedulerOutput.make_empty()
         cached = CachedRequestData.make_empty()
         for sequence, _ in tokens:
@@ -220,7 +225,7 @@ class Stepper:
         output.num_common_prefix_blocks = [0] * len(self._runner.kv_cache_config.kv_cache_groups)
         output.finished_req_ids = ended
         if has_kv_transfer_group():
-            output.kv_connector_metadata = get_kv_transfer_group().nothing_to_do()
+            output.kv_connector_metadata = get_kv_transfer_group().nothing_to_do(rows)
         self._known = self._known - ended | {sequence.name for sequence, _ in tokens}
         return output
 
@@ -294,12 +299,14 @@ def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tenso
         model.compute_logits = compute_logits
 
 
-@dataclass(kw_only=True, slots=True)
 class BlockPool:
-    """KV blocks, in an order that the caller has shuffled. They are taken from the front and given back to the end, so
-    that a sequence gets other blocks the next time."""
+    """The first `count` KV blocks behind the null block, full of random numbers, in a random order. They are taken from
+    the front and given back to the end, so that a sequence gets other blocks the next time."""
 
-    free: list[int]
+    def __init__(self, stepper: Stepper, count: int, draw: random.Random, seed: int) -> None:
+        self.free = list(range(NULL_BLOCK + 1, NULL_BLOCK + 1 + count))
+        stepper.scramble(self.free, seed)
+        draw.shuffle(self.free)
 
     def take(self, count: int) -> tuple[int, ...]:
         taken, self.free = self.free[:count], self.free[count:]

@@ -261,6 +261,17 @@ def step_llm() -> Any:
     return StepLLM
 
 
+async def started(arguments: Any) -> tuple[Any, dict[str, Any], EngineFacts]:
+    """Load the model, start an engine and let it test itself; this blocks the event loop for 25-90 s.
+
+    Returns:
+        its `AsyncLLM`, what its workers observe, and the facts with the finding of the self-test.
+    """
+    llm = step_llm().from_engine_args(arguments)
+    seen = await observe(llm)
+    return llm, seen, facts(llm, finding=await certify(llm))
+
+
 def core_request(request_id: str, prompt_token_ids: Sequence[int], sampling: Any, cache_salt: str | None = None) -> Any:
     """Return what an engine's core is given for one request. sampling: vLLM's `SamplingParams`."""
     from vllm.v1.engine import EngineCoreRequest

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_node.room import prompt_blocks
+from colocated_node.shares import prompt_blocks
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""How a colocated node's settings and KV blocks are shared out between its two sides.
+"""How a colocated node's KV blocks and places are shared out between its two sides.
 
-Owns: the keys under which the engine's processes find their shares, and the sizes. Must not know: vLLM, gRPC.
+Owns: the prompts' part of the blocks, and the keys in the connector's extra configuration, where the engine's processes
+find what vLLM's own settings do not tell. All other shares follow from the slots. Must not know: vLLM, gRPC.
 """
 
 from __future__ import annotations
 
-SLOTS, BUDGET, PLACES, BUCKETS = "slots", "prompt_budget", "prompt_places", "prompt_buckets"
-"""The keys in the connector's extra configuration, where our schedulers and workers read their settings: the decode
-slots, the most prompt tokens of a step, the most prompts that run, and the lengths of steps that have a graph."""
+SLOTS, BUCKETS = "slots", "prompt_buckets"
+"""The keys of the number of decode slots, and of the lengths of prefill steps that have a graph."""
 PROMPTS_SHARE = 8
 """The part of all KV blocks that is the prompts' own, as its denominator.
 

@@ -1,0 +1,43 @@
+"""Samples of a colocated node that take the KV of their own engine's prompts: copied, not read over NIXL.
+
+Owns: which of a step's orders concern this engine itself, and the copy with its check. Must not know: what follows from
+a verdict, readers, leases.
+
+A copy is queued behind the steps that computed the prompts and before the one that needs it. Owners change only before
+a step's copies, so they are checked as of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from corun.node.kv.digest import copy_blocks
+from corun.node.kv.handle import names_in
+from corun.node.kv.stamps import Claim, Rows, StampTable, Verdict, compare
+
+
+def copy(claim: Claim, regions: Sequence[Any], table: StampTable, digests: Callable[[Sequence[int]], Rows]) -> Verdict:
+    """Copy a prompt's blocks to its sample's, in all regions (`corun.node.kv.digest`), and check them."""
+    if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(table.rows):
+        return Verdict(f"blocks {claim.theirs} were offered for {claim.ours}")
+    copy_blocks(regions, claim.theirs, claim.ours)
+    return compare(claim, table.rows[list(claim.theirs)], digests)
+
+
+def take_reads(meta: Any, engine_id: str) -> dict[str, Any]:
+    """Take the reads from this engine out of a step's orders, since vLLM would connect to itself; by request id."""
+    own = {name: read for name, read in meta.reqs_to_recv.items() if read.remote.engine_id == engine_id}
+    for name in own:
+        del meta.reqs_to_recv[name]
+    return own
+
+
+def take_heartbeat(meta: Any, engine_id: str) -> str:
+    """Take the heartbeat to this engine out of a step's orders. Return the prompts whose leases it renews, as vLLM
+    writes them; empty if there is none."""
+    own = meta.heartbeat_by_engine.get(engine_id)
+    if own is None:
+        return ""
+    meta.heartbeat_by_engine = {name: beat for name, beat in meta.heartbeat_by_engine.items() if name != engine_id}
+    return ",".join(names_in(name)[0] for name in own.req_ids)

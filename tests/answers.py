@@ -1,0 +1,31 @@
+"""What tests ask of a service behind a socket: the error that a call ends with, and whether something is so yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from corun.errors import CorunError, from_rpc_error
+
+DEADLINE_S = 60.0
+
+
+async def refusal(call: Any) -> CorunError:
+    """Return the error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for it; raises TimeoutError after a minute."""
+
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
