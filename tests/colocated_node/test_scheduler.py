@@ -27,6 +27,7 @@ from tests.prefill_node.test_scheduler import violations as prompt_violations
 from tests.traces import (
     BLOCK_SIZE,
     CPU,
+    Abort,
     Arrive,
     Platform,
     Record,
@@ -348,3 +349,22 @@ def test_other_prompts_than_chosen_are_refused(stepping: ModuleType, monkeypatch
     monkeypatch.setattr(engine.scheduler, "showing_waiting", lambda shown: shows([*engine.scheduler.waiting]))
     with pytest.raises(RuntimeError, match=r"the prefill step of \['0'\] holds"):
         engine.play()
+
+
+@PLATFORMS
+@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("freedoms", [(), MIXED], ids=["turns", "mixed"])
+def test_an_abort_of_either_frees_at_every_stage(
+    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
+) -> None:
+    ops = (
+        sample(33, 9, transfer_steps=3, group=1),
+        Arrive(prompt=40, transfer_steps=3, freedoms=freedoms),
+        sample(33, 9, group=1),
+        Arrive(prompt=20, freedoms=freedoms),
+        Run(steps) if steps else Abort(2),
+        Abort(0),
+        Abort(1),
+    )
+    trace = Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16)
+    assert violations(play(stepping, trace, platform), trace, stepping) == set()

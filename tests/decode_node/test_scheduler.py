@@ -273,3 +273,14 @@ def test_two_samples_that_would_outgrow_the_kv(stepping: ModuleType, platform: P
     assert list(violations(records[0], 2)) == []
     assert max(len(step.rows) for step in records[0].steps) == 1
     assert {"preempted", "a prompt token is computed"} <= set(violations(records[1], 2))
+
+
+@PLATFORMS
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_abort_frees_at_every_stage(stepping: ModuleType, platform: Platform, steps: int, fails: bool) -> None:
+    """Waiting, while its KV is read, and while it decodes; one slot, so another request follows it."""
+    first = Arrive(prompt=33, max_tokens=9, transfer_steps=3, fails=fails)
+    ops = (first, Arrive(prompt=16, max_tokens=2), Run(steps) if steps else Abort(1), Abort(0))
+    record = stepping.play(FIXED, Trace(1, 1, 9, ops), platform, role=NodeRole.DECODE)
+    assert list(violations(record, 1)) == []

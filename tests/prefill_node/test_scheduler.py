@@ -287,3 +287,29 @@ def test_the_gpu_is_given_back_when_the_last_prompt_is_aborted(stepping: ModuleT
     turn.is_held = True
     engine.scheduler.finish_requests((), load("vllm.v1.request").RequestStatus.FINISHED_ABORTED)
     assert not turn.is_held
+
+
+@PLATFORMS
+def test_a_prompt_waits_for_the_kv_that_others_hold(stepping: ModuleType, platform: Platform) -> None:
+    """Five blocks: the second prompt starts once the first one's KV was read; the third, which fits, does not pass."""
+    held = Arrive(prompt=50, transfer_steps=12)
+    trace = Trace(slots=4, chunk=64, blocks=5, ops=(held, Arrive(prompt=60), Arrive(prompt=3)))
+    record = play(stepping, OURS, trace, platform)
+    order = [number for step in record.steps for number in step.rows]
+    assert order == [0, 1, 2]
+    waited = [i for i, step in enumerate(record.steps) if step.rows]
+    assert waited[1] - waited[0] > 12
+    assert not record.left_over
+
+
+@PLATFORMS
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("freedoms", [(), FREE], ids=["alone", "packed"])
+def test_an_abort_frees_at_every_stage(
+    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
+) -> None:
+    """Waiting, between chunks, with its last chunk in flight, and with its KV held for a reader."""
+    prompts = (Arrive(prompt=40, transfer_steps=3, freedoms=freedoms), Arrive(prompt=8, freedoms=freedoms))
+    trace = Trace(2, 16, 9, (*prompts, Run(steps) if steps else Abort(1), Abort(0)), budget=20)
+    record = play(stepping, OURS, trace, platform)
+    assert list(violations(record, trace)) == []
