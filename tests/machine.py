@@ -1,4 +1,4 @@
-"""What tests need of this machine: command lines of processes that may end at any moment, and free ports.
+"""What tests need of this machine: command lines of processes that may end at any moment, free ports, and patience.
 
 Tests only.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,3 +33,11 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError(f"no port of {_FIRST} to {_END} is free")
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    """Look again and again until the condition holds. Fails with `what` if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)

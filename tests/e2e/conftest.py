@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.models import tiny
 from corun.types import KvReads, NodeRole, NodeState
 from corun_bench.children import Processes
-from tests.machine import free_port
+from tests.machine import free_port, wait_for
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe
 from tests.scraping import families, values
@@ -71,16 +70,8 @@ class Cluster:
             return decode.load.kv_reads
 
         counted = self.shown("decode").get("vllm:nixl_xfer_time_seconds_count", 0)
-        wait_until(lambda: told().count >= counted, "the reads are told")
+        wait_for(lambda: told().count >= counted, "the reads are told")
         return told()
-
-
-def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.05)
 
 
 def ready(status: Callable[[], ClusterStatus]) -> bool:
@@ -130,10 +121,10 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
             processes.start(name, name if name == "router" else f"{name}_node", *own, *watched)
         if watch:
             loading = watch.metrics["decode"]
-            wait_until(lambda: probe(loading, "/livez") == 200, "the decode node is alive", START_TIMEOUT_S)
+            wait_for(lambda: probe(loading, "/livez") == 200, "the decode node is alive", START_TIMEOUT_S)
             watch = replace(watch, while_loading={path: probe(loading, path) for path in PROBES})
             cluster = replace(cluster, watch=watch)
-        wait_until(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
+        wait_for(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
         yield cluster
         assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from corun.processes import descendants, end_tree, living
-from tests.e2e.conftest import Cluster, wait_until
-from tests.machine import command_line, free_port
+from tests.e2e.conftest import Cluster
+from tests.machine import command_line, free_port, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -171,7 +171,7 @@ def test_the_cluster_is_measured_through_its_gateway(cluster: Cluster, tmp_path:
     url = f"http://127.0.0.1:{free_port()}"
     gateway = ("gateway", "--router", cluster.address, "--port", url.rpartition(":")[2])
     with started(tmp_path / "gateway", *gateway) as served:
-        wait_until(lambda: _answers(url), "the gateway serves")
+        wait_for(lambda: _answers(url), "the gateway serves")
         words = ("bench", "--systems", "--url", url, "--workloads", SHORTER, ROLLOUT, *RUN)
         words = (*words, "-o", str(tmp_path / "result"))
         done = run(tmp_path / "bench", *words, timeout_s=200.0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from contextlib import suppress
 
 import pytest
 
 from corun import AsyncClient, SamplingParams
 from corun.processes import descendants, living
-from tests.e2e.conftest import Cluster, ready, wait_until
+from tests.e2e.conftest import Cluster, ready
 from tests.e2e.test_determinism import bits
+from tests.machine import wait_for
 from tests.proxy import CuttingProxy
 from tests.scraping import families, values
 
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.e2e
 
 PARAMS = SamplingParams(max_tokens=400, temperature=1.0, logprobs=True, ignore_eos=True)
 STREAMS = 4
-END_S = 30.0
 STOP_S = 7.0
 """Longer than a node may be silent."""
 
@@ -31,7 +30,7 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
     async with CuttingProxy(cluster.address) as proxy, AsyncClient(proxy.address, timeout_s=180) as client:
         alone = [await client.generate([5, i], PARAMS, seed=i) for i in range(STREAMS)]
         streams = [asyncio.create_task(client.generate([5, i], PARAMS, seed=i)) for i in range(STREAMS)]
-        await until(lambda: running(cluster) == STREAMS)
+        await asyncio.to_thread(wait_for, lambda: running(cluster) == STREAMS, "the streams run")
         assert not any(stream.done() for stream in streams)
         proxy.cut()
         await kill(cluster, "decode")
@@ -40,7 +39,7 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
         done = await asyncio.gather(*streams)
     assert [bits(generation) for generation in done] == [bits(generation) for generation in alone]
     assert done[0].receipt.decode_node != alone[0].receipt.decode_node
-    wait_until(lambda: ready(cluster.status), "both nodes are in use again")
+    wait_for(lambda: ready(cluster.status), "both nodes are in use again")
 
 
 def running(cluster: Cluster) -> float:
@@ -56,7 +55,7 @@ async def kill(cluster: Cluster, name: str) -> None:
     try:
         process.kill()
         process.wait()
-        await until(lambda: not living(tree))
+        await asyncio.to_thread(wait_for, lambda: not living(tree), "its engine has ended")
     finally:  # A failure here leaves the other tests their cluster.
         cluster.processes.restart(name)
 
@@ -73,10 +72,3 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):  # A helper process that has ended since they were listed.
             os.kill(pid, number)
-
-
-async def until(condition: object) -> None:
-    deadline = time.monotonic() + END_S
-    while not await asyncio.to_thread(condition):  # type: ignore[arg-type]
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)

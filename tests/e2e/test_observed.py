@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from corun import SamplingParams
-from tests.e2e.conftest import PROBES, SLOTS, Cluster, Watch, wait_until
+from tests.e2e.conftest import PROBES, SLOTS, Cluster, Watch
+from tests.machine import wait_for
 from tests.probing import probe
 
 pytestmark = pytest.mark.e2e
@@ -35,7 +36,7 @@ def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None
         return cluster.shown(name).get(key, 0.0) - before[name].get(key, 0.0)
 
     # The reads are known some seconds later.
-    wait_until(lambda: grown("decode", "corun_decode_kv_reads_total") == 1, "the KV read is counted")
+    wait_for(lambda: grown("decode", "corun_decode_kv_reads_total") == 1, "the KV read is counted")
     assert grown("decode", "corun_decode_kv_read_bytes_total") > 0
     assert grown("decode", "corun_decode_kv_read_seconds_total") > 0
     assert grown("decode", "corun_decode_tokens_total") == grown("decode", "corun_decode_used_rows_total") == 30
@@ -76,7 +77,7 @@ def test_a_request_is_one_trace_through_all_processes(cluster: Cluster, watch: W
         "corun-router: queue",
         "corun-router: reserve",
     ]
-    wait_until(lambda: len(of_request()) >= len(expected), "all spans have come")
+    wait_for(lambda: len(of_request()) >= len(expected), "all spans have come")
     assert of_request() == expected
     assert {span.service for span in spans} == {"corun-router", "corun-prefill", "corun-decode"}  # None of vLLM's.
     assert done.text.encode() not in watch.collector.raw
@@ -95,7 +96,7 @@ def test_samples_of_one_prompt_are_prefilled_once(cluster: Cluster, watch: Watch
         for name in ("corun_prefill_prompts_total", "corun_prefill_shared_prompts_total")
     }
     assert grown == {"corun_prefill_prompts_total": 1, "corun_prefill_shared_prompts_total": SLOTS + 3}
-    wait_until(lambda: cluster.shown("prefill")["corun_prefill_held_kv_blocks"] == 0, "all have read, and it is freed")
+    wait_for(lambda: cluster.shown("prefill")["corun_prefill_held_kv_blocks"] == 0, "all have read, and it is freed")
 
 
 def test_what_came_from_the_cache_is_computed_again_while_the_node_is_idle(cluster: Cluster) -> None:
@@ -110,5 +111,5 @@ def test_what_came_from_the_cache_is_computed_again_while_the_node_is_idle(clust
         for last in (5, 6):
             client.generate([9] * 299 + [last], SamplingParams(max_tokens=2), seed=3)
     assert cluster.shown("prefill")["corun_prefill_cached_tokens_total"] > before["corun_prefill_cached_tokens_total"]
-    wait_until(lambda: grown("equal") >= 1, "the second prompt is computed again")
+    wait_for(lambda: grown("equal") >= 1, "the second prompt is computed again")
     assert grown("different") == 0

@@ -13,10 +13,10 @@ import pytest
 from corun import AsyncClient, Generation, SamplingParams
 from corun.processes import descendants
 from corun.types import NodeState
-from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, Cluster, wait_until
+from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, Cluster
 from tests.e2e.test_determinism import bits, differing, make_cases, run
-from tests.e2e.test_faults import signal_all, until
-from tests.machine import free_port
+from tests.e2e.test_faults import signal_all
+from tests.machine import free_port, wait_for
 from tests.scraping import families, values
 
 pytestmark = pytest.mark.e2e
@@ -47,7 +47,7 @@ def colocated(cluster: Cluster, alone: list[Generation]) -> Iterator[int]:
         states = {node.node.ref.node_id: node.state for node in cluster.status().nodes}
         return all(states.get(side) is NodeState.READY for side in SIDES)
 
-    wait_until(is_ready, "the colocated node is ready", START_TIMEOUT_S)
+    wait_for(is_ready, "the colocated node is ready", START_TIMEOUT_S)
     yield port
     if "c0" in cluster.processes.running:
         assert cluster.processes.terminate("c0", 40.0) == 0
@@ -88,13 +88,16 @@ async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: 
         def decoding(node: str) -> float:
             return values(families(ports[node]))["corun_decode_used_slots"]
 
+        def all_have_moved() -> bool:
+            return decoding("c0") == sum(not stream.done() for stream in streams)
+
         streams = start("there-and-back")
-        await until(lambda: decoding("d0") and decoding("c0"))
+        await asyncio.to_thread(wait_for, lambda: decoding("d0") and decoding("c0"), "both decode nodes have streams")
         decode = cluster.processes.running["decode"].pid
         stopped = [decode, *descendants(decode)]
         signal_all(stopped, signal.SIGSTOP)
         try:
-            await until(lambda: decoding("c0") == sum(not stream.done() for stream in streams))
+            await asyncio.to_thread(wait_for, all_have_moved, "the colocated node has all streams")
             cluster.processes.kill("c0", step_s=0.5)
         finally:
             signal_all(stopped, signal.SIGCONT)
