@@ -25,6 +25,24 @@ def command_line(pid: int) -> str:
     return ""
 
 
+def resident_mib(*pids: int) -> float:
+    """Return the resident memory of processes that still run."""
+    pages = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+def entries(folder: str, *pids: int) -> int:
+    """Return the number of entries in a folder of /proc for processes that still run: "fd" or "task"."""
+    count = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            count += len(os.listdir(f"/proc/{pid}/{folder}"))
+    return count
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on, another one at each call; a process that ends finds it free again."""
     for number in itertools.islice(_ports, _END - _FIRST):

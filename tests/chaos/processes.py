@@ -21,7 +21,7 @@ from tests.chaos.faults import Kind, Target, nodes, within
 from tests.chaos.report import Usage
 from tests.chaos.run import Chaos, say
 from tests.chaos.traffic import Case, answered, make_cases
-from tests.machine import command_line, free_port
+from tests.machine import command_line, entries, free_port, resident_mib
 from tests.proxy import CuttingProxy
 from tests.scraping import scrape
 
@@ -108,10 +108,10 @@ class Process:
         tasks = told.get("corun_tasks")
         return Usage(
             life=self.lives,
-            memory_mib=_resident_mib(root),
-            engine_mib=_resident_mib([pid for pid in tree if pid not in root]),
-            fds=sum(_entries(pid, "fd") for pid in tree),
-            threads=sum(_entries(pid, "task") for pid in tree),
+            memory_mib=resident_mib(*root),
+            engine_mib=resident_mib(*(pid for pid in tree if pid not in root)),
+            fds=entries("fd", *tree),
+            threads=entries("task", *tree),
             tasks=None if tasks is None else int(tasks),
             kv_blocks=int(sum(told.get(name, 0) for name in _HELD_KV)),
         )
@@ -131,20 +131,6 @@ class Process:
         if self._guard.returncode is None:
             self._guard.terminate()
         return await asyncio.wait_for(self.ended(), GRACE_S + END_S)
-
-
-def _resident_mib(pids: list[int]) -> float:
-    pages = 0
-    for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError):  # The process has just ended.
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
-
-
-def _entries(pid: int, folder: str) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return len(os.listdir(f"/proc/{pid}/{folder}"))
-    return 0
 
 
 class Processes(Target):

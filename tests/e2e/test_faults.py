@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -15,7 +16,6 @@ from tests.e2e.conftest import Cluster, ready
 from tests.e2e.test_determinism import bits
 from tests.machine import wait_for
 from tests.proxy import CuttingProxy
-from tests.scraping import families, values
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +35,8 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
         proxy.cut()
         await kill(cluster, "decode")
         prefill = cluster.processes.running["prefill"].pid
-        await stop_for(STOP_S, [prefill, *descendants(prefill)])
+        with stopped(prefill, *descendants(prefill)):
+            await asyncio.sleep(STOP_S)
         done = await asyncio.gather(*streams)
     assert [bits(generation) for generation in done] == [bits(generation) for generation in alone]
     assert done[0].receipt.decode_node != alone[0].receipt.decode_node
@@ -44,8 +45,7 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
 
 def running(cluster: Cluster) -> float:
     """Samples at the decode node now: what its heartbeats say may have ended since."""
-    assert cluster.watch is not None
-    return values(families(cluster.watch.metrics["decode"]))["corun_decode_leases"]
+    return cluster.shown("decode")["corun_decode_leases"]
 
 
 async def kill(cluster: Cluster, name: str) -> None:
@@ -60,15 +60,17 @@ async def kill(cluster: Cluster, name: str) -> None:
         cluster.processes.restart(name)
 
 
-async def stop_for(seconds: float, pids: list[int]) -> None:
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Processes that stand still in the block."""
     signal_all(pids, signal.SIGSTOP)
     try:
-        await asyncio.sleep(seconds)
+        yield
     finally:
         signal_all(pids, signal.SIGCONT)
 
 
-def signal_all(pids: list[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):  # A helper process that has ended since they were listed.
             os.kill(pid, number)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from corun import DeadlineError, FinishReason, SamplingParams
 from corun.processes import descendants
 from corun.types import NodeRole
 from tests.e2e.conftest import SLOTS, Cluster, ready
+from tests.e2e.test_faults import stopped
 from tests.machine import command_line, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -139,14 +138,10 @@ def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster,
         whole = client.generate(prompt, params, seed=7)
         stream = client.stream(prompt, params, seed=7)
         tokens = [*next(stream).token_ids]
-        core = engine_core(cluster, name)
         stopped_at = time.monotonic()
-        os.kill(core, signal.SIGSTOP)
-        try:
+        with stopped(engine_core(cluster, name)):
             wait_for(lambda: "its engine is stuck" in detail(cluster, name), "the stuck engine is known", 60)
             noticed_s = time.monotonic() - stopped_at
-        finally:
-            os.kill(core, signal.SIGCONT)
         wait_for(lambda: ready(cluster.status), "the engine is used again")
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tuple(tokens) == whole.token_ids

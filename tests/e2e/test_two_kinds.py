@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +14,8 @@ from corun.processes import descendants
 from corun.types import NodeState
 from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, Cluster
 from tests.e2e.test_determinism import bits, differing, make_cases, run
-from tests.e2e.test_faults import signal_all
+from tests.e2e.test_faults import stopped
 from tests.machine import free_port, wait_for
-from tests.scraping import families, values
 
 pytestmark = pytest.mark.e2e
 
@@ -35,11 +33,12 @@ def alone(cluster: Cluster) -> list[Generation]:
 
 
 @pytest.fixture(scope="module")
-def colocated(cluster: Cluster, alone: list[Generation]) -> Iterator[int]:
-    """A colocated node beside the pair, until a test kills it; yields the port of its metrics."""
-    port = free_port()
+def colocated(cluster: Cluster, alone: list[Generation]) -> Iterator[None]:
+    """A colocated node beside the pair, until a test kills it."""
+    cluster.metrics["c0"] = free_port()
     flags = ("--router", cluster.address, "--model", cluster.model, "--threads", "2", "--node-id", "c0")
-    flags += ("--slots", str(SLOTS), "--chunk-size", str(CHUNK), *ALL_CHECKED, "--metrics-port", str(port))
+    flags += ("--slots", str(SLOTS), "--chunk-size", str(CHUNK), *ALL_CHECKED)
+    flags += ("--metrics-port", str(cluster.metrics["c0"]))
     cluster.processes.start("c0", "colocated_node", *flags)
 
     def is_ready() -> bool:
@@ -48,16 +47,17 @@ def colocated(cluster: Cluster, alone: list[Generation]) -> Iterator[int]:
         return all(states.get(side) is NodeState.READY for side in SIDES)
 
     wait_for(is_ready, "the colocated node is ready", START_TIMEOUT_S)
-    yield port
+    yield
     if "c0" in cluster.processes.running:
         assert cluster.processes.terminate("c0", 40.0) == 0
+    del cluster.metrics["c0"]
 
 
 def path_of(generation: Generation) -> Path:
     return generation.receipt.prefill_node.node_id, generation.receipt.decode_node.node_id
 
 
-def test_every_path_gives_the_bits_of_the_pair(cluster: Cluster, colocated: int, alone: list[Generation]) -> None:
+def test_every_path_gives_the_bits_of_the_pair(cluster: Cluster, colocated: None, alone: list[Generation]) -> None:
     """Prompts and samples of both engines, within one and from one to the other."""
     cases, seen = make_cases(18), set[Path]()
     with cluster.client() as client:
@@ -74,11 +74,9 @@ def test_every_path_gives_the_bits_of_the_pair(cluster: Cluster, colocated: int,
 
 
 @pytest.mark.timeout(240)
-async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: Cluster, colocated: int) -> None:
+async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: Cluster, colocated: None) -> None:
     """The pair's decode node falls silent. The colocated node dies while it does that one's work as well as its own, so
     both its sides are lost. Then there is only the pair."""
-    assert cluster.watch is not None
-    ports = {"d0": cluster.watch.metrics["decode"], "c0": colocated}
     async with AsyncClient(cluster.address, timeout_s=180) as client:
 
         def start(name: str) -> list[asyncio.Task[Generation]]:
@@ -86,28 +84,23 @@ async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: 
             return [asyncio.create_task(one) for one in asked]
 
         def decoding(node: str) -> float:
-            return values(families(ports[node]))["corun_decode_used_slots"]
+            return cluster.shown(node)["corun_decode_used_slots"]
 
         def all_have_moved() -> bool:
             return decoding("c0") == sum(not stream.done() for stream in streams)
 
         streams = start("there-and-back")
-        await asyncio.to_thread(wait_for, lambda: decoding("d0") and decoding("c0"), "both decode nodes have streams")
+        await asyncio.to_thread(wait_for, lambda: decoding("decode") and decoding("c0"), "both nodes have streams")
         decode = cluster.processes.running["decode"].pid
-        stopped = [decode, *descendants(decode)]
-        signal_all(stopped, signal.SIGSTOP)
-        try:
+        with stopped(decode, *descendants(decode)):
             await asyncio.to_thread(wait_for, all_have_moved, "the colocated node has all streams")
             cluster.processes.kill("c0", step_s=0.5)
-        finally:
-            signal_all(stopped, signal.SIGCONT)
         done = await asyncio.gather(*streams)
         undisturbed = await asyncio.gather(*start("undisturbed"))
     assert [bits(one) for one in done] == [bits(one) for one in undisturbed]
     attempts: dict[str, list[str]] = {}
-    for name, node in re.findall(
-        r"of request 'there-and-back-(\d)' failed: ([\w-]+)@", cluster.processes.log("router")
-    ):
+    failure = r"of request 'there-and-back-(\d)' failed: ([\w-]+)@"
+    for name, node in re.findall(failure, cluster.processes.log("router")):
         attempts.setdefault(name, []).append(node)
     assert ["d0", "c0-decode"] in attempts.values()
     assert {path_of(done[int(name)]) for name in attempts} == {("p0", "d0")}
