@@ -1,4 +1,4 @@
-"""What tests need of this machine: command lines of processes that may end at any moment, and free ports.
+"""What tests need of this machine: command lines of processes that may end at any moment, free ports, and patience.
 
 Tests only.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +25,24 @@ def command_line(pid: int) -> str:
     return ""
 
 
+def resident_mib(*pids: int) -> float:
+    """Return the resident memory of processes that still run."""
+    pages = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+def entries(folder: str, *pids: int) -> int:
+    """Return the number of entries in a folder of /proc for processes that still run: "fd" or "task"."""
+    count = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            count += len(os.listdir(f"/proc/{pid}/{folder}"))
+    return count
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on, another one at each call; a process that ends finds it free again."""
     for number in itertools.islice(_ports, _END - _FIRST):
@@ -31,3 +51,11 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError(f"no port of {_FIRST} to {_END} is free")
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    """Look again and again until the condition holds. Fails with `what` if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)

@@ -17,7 +17,7 @@ from corun.seeds import sample_seed
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeRole
-from tests.chaos.faults import Kind, Target, node_ids
+from tests.chaos.faults import Kind, Target, node_ids, nodes
 from tests.chaos.run import Chaos
 from tests.chaos.traffic import Case, with_answer
 from tests.clusters import FakeCluster, cluster
@@ -50,20 +50,13 @@ class Fakes(Target):
         self.fake = fake
         self.pause_s = PAUSE_S / (pairs + colocated)
         self.routers = self.addresses = list(fake.addresses)
-        self._nodes = [f"{role}{number}" for number in range(pairs) for role in "pd"]
-        self._nodes += [f"c{number}" for number in range(colocated)]
+        self._nodes = nodes(pairs, colocated)
 
     def names(self, roles: str = "rpdc") -> list[str]:
         return [name for name in ("r0", *self._nodes) if name[0] in roles]
 
     async def cases(self) -> list[Case]:
-        draw, cases = random.Random(4), []
-        for number in range(NUM_CASES):
-            prompt = [draw.randrange(256) for _ in range(draw.randrange(1, 60))]
-            params = SamplingParams(max_tokens=draw.randrange(1, 60), n=draw.choice((1, 1, 3)), logprobs=True)
-            answers = [expected(prompt, params, sample_seed(number, index))[:2] for index in range(params.n)]
-            cases.append(with_answer(Case(number=number, prompt=prompt, params=params, seed=number), prompt, answers))
-        return cases
+        return known_cases(longest=60)
 
     async def status(self, router: str) -> Any:
         router_ = self.fake.router
@@ -78,6 +71,17 @@ class Fakes(Target):
 
     def node(self, name: str) -> LocalNode:
         return self.fake.node(name)
+
+
+def known_cases(longest: int) -> list[Case]:
+    """Return requests to fakes for fewer tokens than `longest`, with their right answers."""
+    draw, cases = random.Random(4), []
+    for number in range(NUM_CASES):
+        prompt = [draw.randrange(256) for _ in range(draw.randrange(1, 60))]
+        params = SamplingParams(max_tokens=draw.randrange(1, longest), n=draw.choice((1, 1, 3)), logprobs=True)
+        answers = [expected(prompt, params, sample_seed(number, index))[:2] for index in range(params.n)]
+        cases.append(with_answer(Case(number=number, prompt=prompt, params=params, seed=number), prompt, answers))
+    return cases
 
 
 async def kill(cluster: Fakes, name: str, strength: float) -> None:

@@ -199,6 +199,12 @@ class Target:
         return {node.node.ref.node_id: node.node.ref.generation for node in nodes if node.state is NodeState.READY}
 
 
+def nodes(pairs: int, colocated: int) -> list[str]:
+    """Return the names of a cluster's nodes: prefill nodes, as many decode nodes, colocated nodes."""
+    counts = {"p": pairs, "d": pairs, "c": colocated}
+    return [f"{role}{number}" for role, count in counts.items() for number in range(count)]
+
+
 def node_ids(name: str) -> tuple[str, ...]:
     """Return the nodes that routers know a member as."""
     return (f"{name}-prefill", f"{name}-decode") if name[0] == "c" else (name,)

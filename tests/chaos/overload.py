@@ -32,7 +32,7 @@ from corun.testing.engines import expected_digest
 from corun.testing.model import write_tokenizer
 from tests.chaos.report import quantiles
 from tests.clusters import FakeCluster
-from tests.machine import free_port
+from tests.machine import free_port, resident_mib
 
 TIMEOUT_S = 60.0
 SEED = 7
@@ -152,7 +152,7 @@ async def measure(options: Options, scratch: Path, address: str, router: int) ->
                 "per_s": round(served / (time.monotonic() - began), 1),
                 **every.summary(served),
                 "clients": {name: tally.summary(served) for name, tally in zip(rates, tallies, strict=True)},
-                "router_rss_mib": rss_mib(router),
+                "router_rss_mib": resident_mib(router),
             }
 
         nodes = Nodes(write_tokenizer(scratch), router_config(cluster_token_file=str(scratch / "members.token")))
@@ -170,10 +170,6 @@ async def measure(options: Options, scratch: Path, address: str, router: int) ->
             await nodes.close()
     conditions = {"cpus": os.cpu_count(), "load_1m": os.getloadavg()[0], "python": sys.version.split()[0]}
     return {"conditions": conditions, "options": asdict(options), "runs": runs}
-
-
-def rss_mib(pid: int) -> float:
-    return round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 def main() -> int:

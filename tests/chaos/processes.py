@@ -1,4 +1,4 @@
-"""Chaos over real engines: two routers, two prefill and two decode nodes, and a gateway, and the faults that hit them.
+"""Chaos over real engines: two routers, nodes of all kinds, and a gateway, and the faults that hit them.
 
 All of them are processes, with TCP proxies in between. Owns the processes, which it starts again when they end, the
 proxies, and the check of what is still held. Must not know which requests the cluster gets. Tests only.
@@ -17,18 +17,18 @@ from pathlib import Path
 from corun import AsyncClient, ClusterStatus, CorunError, processes
 from corun.models import tiny
 from corun.processes import descendants, end_tree, living
-from tests.chaos.faults import Kind, Target, within
+from tests.chaos.faults import Kind, Target, nodes, within
 from tests.chaos.report import Usage
 from tests.chaos.run import Chaos, say
 from tests.chaos.traffic import Case, answered, make_cases
-from tests.machine import command_line, free_port
+from tests.machine import command_line, entries, free_port, resident_mib
 from tests.proxy import CuttingProxy
 from tests.scraping import scrape
 
 SLOTS = 8
 MAX_QUEUED_SAMPLES = 16
 START_S = 900.0
-"""The limit for four engines that start at once."""
+"""The limit for all engines, which start at once."""
 GRACE_S = 40.0
 """The limit for a process to drain."""
 END_S = 20.0
@@ -40,9 +40,11 @@ NUM_CASES = 24
 LONGEST_STOP_S = 12.0
 """The longest stop of a process: longer than the time after which a silent node is lost."""
 LONGEST_DELAY_S = 0.5
+PREFILL, DECODE = ("--chunk-size", "128", "--kv-check-fraction", "1"), ("--slots", str(SLOTS))
 ROLES = {
-    "p": ("prefill_node", "--chunk-size", "128", "--kv-check-fraction", "1"),
-    "d": ("decode_node", "--slots", str(SLOTS)),
+    "p": ("prefill_node", *PREFILL),
+    "d": ("decode_node", *DECODE),
+    "c": ("colocated_node", *PREFILL, *DECODE),
 }
 """How nodes are started, by the first letter of their names."""
 _HELD_KV = ("corun_prefill_held_kv_blocks", "corun_decode_reserved_kv_blocks")
@@ -106,10 +108,10 @@ class Process:
         tasks = told.get("corun_tasks")
         return Usage(
             life=self.lives,
-            memory_mib=_resident_mib(root),
-            engine_mib=_resident_mib([pid for pid in tree if pid not in root]),
-            fds=sum(_entries(pid, "fd") for pid in tree),
-            threads=sum(_entries(pid, "task") for pid in tree),
+            memory_mib=resident_mib(*root),
+            engine_mib=resident_mib(*(pid for pid in tree if pid not in root)),
+            fds=entries("fd", *tree),
+            threads=entries("task", *tree),
             tasks=None if tasks is None else int(tasks),
             kv_blocks=int(sum(told.get(name, 0) for name in _HELD_KV)),
         )
@@ -129,20 +131,6 @@ class Process:
         if self._guard.returncode is None:
             self._guard.terminate()
         return await asyncio.wait_for(self.ended(), GRACE_S + END_S)
-
-
-def _resident_mib(pids: list[int]) -> float:
-    pages = 0
-    for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError):  # The process has just ended.
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
-
-
-def _entries(pid: int, folder: str) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return len(os.listdir(f"/proc/{pid}/{folder}"))
-    return 0
 
 
 class Processes(Target):
@@ -182,7 +170,7 @@ class Processes(Target):
             supervisor.cancel()
         await asyncio.wait(self._supervisors)
         found = []
-        for names in (self.names("g"), self.names("r"), self.names("pd")):
+        for names in (self.names("g"), self.names("r"), self.names("pdc")):
             found += await asyncio.gather(*(self.processes[name].stop() for name in names))
         found += [f"process {pid} still runs" for pid in descendants(os.getpid())]
         return [wrong for wrong in found if wrong]
@@ -224,13 +212,18 @@ class Processes(Target):
 
 
 @asynccontextmanager
-async def under_chaos(logs: Path, seed: int, *, threads: int = 1, careless: bool = False) -> AsyncIterator[Chaos]:
-    """Start a whole cluster for one run. careless: its routers go on with a new run as if it were the old one."""
+async def under_chaos(
+    logs: Path, seed: int, pairs: int, colocated: int, *, careless: bool = False
+) -> AsyncIterator[Chaos]:
+    """Start a whole cluster for one run: two routers, so many pairs, and so many colocated nodes.
+
+    careless: its routers go on with a new run as if it were the old one.
+    """
     cluster, model = Processes(), str(tiny.ensure())
     seed_key = logs / "seed.key"
     seed_key.write_text("c0ffee" * 4)
     async with AsyncExitStack() as stack:
-        for name in ("r0", "r1", "p0", "p1", "d0", "d1"):
+        for name in ("r0", "r1", *nodes(pairs, colocated)):
             port, metrics_port = free_port(), free_port()
             address = f"127.0.0.1:{port}"
             cluster.links[name] = link = await stack.enter_async_context(CuttingProxy(address))
@@ -240,7 +233,7 @@ async def under_chaos(logs: Path, seed: int, *, threads: int = 1, careless: bool
                 words = ["tests.chaos.careless" if careless else "router", "--router-id", name]
                 words += ["--seed-key-file", str(seed_key), "--max-queued-samples", str(MAX_QUEUED_SAMPLES)]
             else:
-                words = [*ROLES[name[0]], "--model", model, "--threads", str(threads), "--node-id", name]
+                words = [*ROLES[name[0]], "--model", model, "--threads", "1", "--node-id", name]
                 words += ["--router", *cluster.addresses, "--advertise", link.address]
             argv = [sys.executable, "-m", *words, "--port", str(port), "--metrics-port", str(metrics_port)]
             cluster.processes[name] = Process(name, argv, logs / f"{name}.log", metrics_port)
@@ -310,15 +303,15 @@ async def silence(cluster: Processes, name: str, strength: float) -> None:
 
 
 Processes.kinds = {
-    "kill": Kind(fault=kill, roles="rpd", weight=6, replaces=True),
-    "kill engine": Kind(fault=kill_engine, roles="pd", weight=2, replaces=True),
-    "terminate": Kind(fault=terminate, roles="rpd", weight=4, replaces=True),
-    "stop tree": Kind(fault=stop_tree, roles="rpd", weight=4),
-    "stop parent": Kind(fault=stop_parent, roles="pd", weight=2),
-    "stop engine": Kind(fault=stop_engine, roles="pd", weight=0),
-    "cut": Kind(fault=cut, roles="rpd", weight=5, is_mild=True),
-    "delay": Kind(fault=delay, roles="rpd", weight=3, is_mild=True),
-    "silence": Kind(fault=silence, roles="rpd", weight=3),
+    "kill": Kind(fault=kill, roles="rpdc", weight=6, replaces=True),
+    "kill engine": Kind(fault=kill_engine, roles="pdc", weight=2, replaces=True),
+    "terminate": Kind(fault=terminate, roles="rpdc", weight=4, replaces=True),
+    "stop tree": Kind(fault=stop_tree, roles="rpdc", weight=4),
+    "stop parent": Kind(fault=stop_parent, roles="pdc", weight=2),
+    "stop engine": Kind(fault=stop_engine, roles="pdc", weight=0),
+    "cut": Kind(fault=cut, roles="rpdc", weight=5, is_mild=True),
+    "delay": Kind(fault=delay, roles="rpdc", weight=3, is_mild=True),
+    "silence": Kind(fault=silence, roles="rpdc", weight=3),
     "burst": Kind(weight=3),
     "vanish": Kind(weight=3),
     "blackout": Kind(fault=kill, roles="rpd", weight=1, replaces=True, all_of_role=True),

@@ -1,4 +1,4 @@
-"""The report of a chaos run, in either mode. Must not know how faults are made. Tests only."""
+"""The report of a chaos run. Must not know how faults are made. Tests only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ the memory that a burst needed."""
 
 @dataclass(kw_only=True)
 class Hit:
-    """One fault of a real-engine run. Times in seconds."""
+    """One fault. Times in seconds."""
 
     kind: str
     target: str
@@ -54,9 +54,7 @@ class Report:
     leaked: list[str] = field(default_factory=list)
     """Everything that was still held or running at the end."""
     hits: list[Hit] = field(default_factory=list)
-    """The faults of a real-engine run, in order."""
-    fds: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """File descriptors of a real-engine run's processes, before the faults and after."""
+    """The faults, in order."""
     resources: dict[str, Any] = field(default_factory=dict)
     """The measures of each process of a real-engine run while all was idle: at the start, half-way and at the end."""
     grown: dict[str, list[str]] = field(default_factory=dict)
@@ -64,8 +62,6 @@ class Report:
     verified: int = 0
     """The number of verification runs beside the traffic that were compared and found equal."""
     seconds: float = 0.0
-    ready_again_s: float = 0.0
-    """The longest time from the last fault to a whole cluster; on real engines, from any fault until routers served."""
 
     @property
     def exit_code(self) -> int:

@@ -95,12 +95,10 @@ class Chaos:
         report, target = self.report, self.target
         grown = {"start to half": growth(start, middle), "half to end": growth(middle, end)}
         report.grown = grown
-        report.fds = {name: (start[name].fds, end[name].fds) for name in start}
         report.reruns = target.reruns()
         report.failed += target.wrong_ends
         report.leaked += [*grown["half to end"], *await target.stop()]
         report.seconds = round(self._now, 1)
-        report.ready_again_s = max((hit.ready_s for hit in report.hits), default=0.0)
         return report
 
     async def _under_load(self, plan: Iterable[Planned], clients: int, seconds: float) -> None:

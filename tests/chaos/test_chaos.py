@@ -15,13 +15,13 @@ import pytest
 from corun.testing.model import write_tokenizer
 from router.output import SampleOutput
 from tests.chaos.fakes import Fakes, under_chaos
-from tests.chaos.faults import CLIENTS, Target, draw
+from tests.chaos.faults import CLIENTS, Target, draw, nodes
 from tests.chaos.processes import Processes
 from tests.chaos.report import Hit, Report, Usage, growth, quantiles
 from tests.proxy import CuttingProxy
 
 KINDS = Processes.kinds
-MEMBERS = ("r0", "r1", "p0", "p1", "d0", "d1")
+MEMBERS = ("r0", "r1", *nodes(pairs=2, colocated=1))
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_member_may_be_lost_while_others_do_its_work() -> None:
 
 def test_lasting_members_are_hit_but_never_replaced() -> None:
     plan = draw(KINDS, 1, 1000, MEMBERS, lasting=("r0", "p0", "d0"))
-    assert {planned.target for planned in plan if KINDS[planned.kind].replaces} == {"r1", "p1", "d1"}
+    assert {planned.target for planned in plan if KINDS[planned.kind].replaces} == {"r1", "p1", "d1", "c0"}
     assert {planned.target for planned in plan} == {*MEMBERS, CLIENTS}
     assert not any(KINDS[planned.kind].all_of_role for planned in plan)
 

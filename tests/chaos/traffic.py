@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +88,7 @@ async def answered(client: AsyncClient, case: Case) -> Case:
     return with_answer(case, done.prompt_token_ids, [(sample.token_ids, sample.logprobs) for sample in done.samples])
 
 
-async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncIterator[None]:
+async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncGenerator[None, None]:
     """Stream a case into `samples`, which start empty, and yield at every chunk."""
     async for chunk in client.stream(case.prompt, case.params, seed=case.seed, priority=case.priority):
         samples[chunk.sample_index].extend(pack(chunk.token_ids, chunk.logprobs))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,7 @@ from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.models import tiny
 from corun.types import KvReads, NodeRole, NodeState
 from corun_bench.children import Processes
-from tests.machine import free_port
+from tests.machine import free_port, wait_for
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe
 from tests.scraping import families, values
@@ -32,23 +31,18 @@ ALL_CHECKED = ("--kv-check-fraction", "1.0")
 
 
 @dataclass(frozen=True)
-class Watch:
-    """The ports and the collector by which a cluster is watched."""
+class Cluster:
+    """A running cluster that is watched, so that every test of bits shows that watching changes none."""
 
-    metrics: Mapping[str, int]
+    address: str
+    model: str
+    processes: Processes
+    metrics: dict[str, int]
     """The ports of metrics and probes, by the names of the processes."""
     collector: Collector
     """The collector of traces."""
     while_loading: Mapping[str, int]
     """The answers of the decode node's probes before its engine had loaded."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    address: str
-    model: str
-    processes: Processes
-    watch: Watch | None = None
 
     def client(self) -> Client:
         return Client(self.address)
@@ -58,9 +52,8 @@ class Cluster:
             return client.get_cluster()
 
     def shown(self, name: str) -> dict[str, float]:
-        """Return the metrics of a watched process; vLLM's labels are left out of their names."""
-        assert self.watch is not None
-        found = values(families(self.watch.metrics[name]))
+        """Return the metrics of a process; vLLM's labels are left out of their names."""
+        found = values(families(self.metrics[name]))
         return {key.partition(VLLM_LABELS)[0]: value for key, value in found.items()}
 
     def kv_reads(self) -> KvReads:
@@ -71,16 +64,8 @@ class Cluster:
             return decode.load.kv_reads
 
         counted = self.shown("decode").get("vllm:nixl_xfer_time_seconds_count", 0)
-        wait_until(lambda: told().count >= counted, "the reads are told")
+        wait_for(lambda: told().count >= counted, "the reads are told")
         return told()
-
-
-def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.05)
 
 
 def ready(status: Callable[[], ClusterStatus]) -> bool:
@@ -95,18 +80,16 @@ def ready(status: Callable[[], ClusterStatus]) -> bool:
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Yield a watched cluster with two threads per engine. So every test of bits shows that watching changes none.
+    """Yield a cluster with two threads per engine.
 
     It ends with this package, because idle engines spin and would take the cores from the tests after it.
     """
-    with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
-        watch = Watch({name: free_port() for name in ("decode", "prefill", "router")}, collector, {})
-        with started(tmp_path_factory.mktemp("cluster"), threads=2, watch=watch) as cluster:
-            yield cluster
+    with started(tmp_path_factory.mktemp("cluster"), threads=2) as cluster:
+        yield cluster
 
 
 @contextmanager
-def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator[Cluster]:
+def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
     """Start a whole cluster in an unusual order: nodes first, router last.
 
     The nodes' copies of the model lie at different paths.
@@ -114,26 +97,25 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
     model = str(tiny.ensure())
     copy = str(shutil.copytree(model, logs / "a copy of the model"))
     port = free_port()
-    with Processes(logs) as processes:
-        cluster = Cluster(f"127.0.0.1:{port}", model, processes, watch)
+    address = f"127.0.0.1:{port}"
+    with collecting() as collector, mock.patch.dict(os.environ, variables(collector)), Processes(logs) as processes:
         seed_key = logs / "seed.key"
         seed_key.write_text("c0ffee" * 4)
-        node = ("--router", cluster.address, "--threads", str(threads))
+        node = ("--router", address, "--threads", str(threads))
         flags = {
             "decode": ("--model", copy, *node, "--node-id", "d0", "--slots", str(SLOTS)),
             "prefill": ("--model", model, *node, "--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED),
             # Tests count what runs, so nothing is audited.
             "router": ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0"),
         }
+        metrics = {name: free_port() for name in flags}
         for name, own in flags.items():
-            watched = ("--metrics-port", str(watch.metrics[name])) if watch else ()
-            processes.start(name, name if name == "router" else f"{name}_node", *own, *watched)
-        if watch:
-            loading = watch.metrics["decode"]
-            wait_until(lambda: probe(loading, "/livez") == 200, "the decode node is alive", START_TIMEOUT_S)
-            watch = replace(watch, while_loading={path: probe(loading, path) for path in PROBES})
-            cluster = replace(cluster, watch=watch)
-        wait_until(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
+            module = name if name == "router" else f"{name}_node"
+            processes.start(name, module, *own, "--metrics-port", str(metrics[name]))
+        wait_for(lambda: probe(metrics["decode"], "/livez") == 200, "the decode node is alive", START_TIMEOUT_S)
+        while_loading = {path: probe(metrics["decode"], path) for path in PROBES}
+        cluster = Cluster(address, model, processes, metrics, collector, while_loading)
+        wait_for(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
         yield cluster
         assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}

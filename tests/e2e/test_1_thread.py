@@ -15,9 +15,10 @@ import pytest
 from corun import Client, SamplingParams
 from corun.models import tiny
 from corun.types import NodeRole
-from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, ready, started, wait_until
+from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, ready, started
 from tests.e2e.namespaces import HOSTS, PORTS, received, spread, why_not
 from tests.e2e.test_determinism import make_cases, verify_all
+from tests.machine import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -34,7 +35,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         chunks = ("--chunk-size", str(CHUNK), *ALL_CHECKED)
         router = stack.enter_context(spread(logs, *node, decode=("--slots", str(SLOTS)), prefill=chunks))
         client = stack.enter_context(Client(router))
-        wait_until(lambda: ready(client.get_cluster), "the cluster is ready", START_TIMEOUT_S)
+        wait_for(lambda: ready(client.get_cluster), "the cluster is ready", START_TIMEOUT_S)
         yield client
 
 

@@ -12,13 +12,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from corun.processes import descendants, end_tree, living
-from tests.e2e.conftest import Cluster, wait_until
-from tests.machine import command_line, free_port
+from tests.e2e.conftest import Cluster
+from tests.machine import command_line, free_port, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -34,12 +34,6 @@ START_S = 150.0
 END_S = 60.0
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 class Command:
     """A `corun` command in a process group of its own, as a shell has it, and all that it started."""
 
@@ -52,6 +46,10 @@ class Command:
         self._tree: dict[int, str] = {}
 
     @property
+    def out(self) -> str:
+        return self._files[0].read_text()
+
+    @property
     def err(self) -> str:
         return self._files[1].read_text(errors="replace")
 
@@ -60,22 +58,19 @@ class Command:
         self._tree |= descendants(self.process.pid)
         return self._tree
 
-    def wait(self, timeout_s: float) -> Done:
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"not done within {timeout_s:.0f} s:\n{self.err[-3000:]}"
-            self.tree()
-            time.sleep(0.2)
-        return Done(code=self.process.returncode, out=self._files[0].read_text(), err=self.err)
+    def has_ended(self) -> bool:
+        self.tree()
+        return self.process.poll() is not None
 
-    def wait_for(self, words: str, timeout_s: float = START_S) -> None:
-        """Until it says so on stderr."""
-        deadline = time.monotonic() + timeout_s
-        while words not in self.err:
-            assert self.process.poll() is None, self.err[-3000:]
-            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {words}:\n{self.err[-3000:]}"
-            self.tree()
-            time.sleep(0.1)
+    def end(self, timeout_s: float) -> int:
+        """Wait until it ends, and return its exit code."""
+        wait_for(self.has_ended, f"it ends: {self.process.args}", timeout_s)
+        return int(self.process.returncode)
+
+    def says(self, words: str, timeout_s: float = START_S) -> None:
+        """Wait until it says so on stderr."""
+        wait_for(lambda: words in self.err or self.has_ended(), words, timeout_s)
+        assert words in self.err, self.err[-3000:]
 
     def process_of(self, module: str) -> int:
         """The first that runs it."""
@@ -100,9 +95,11 @@ def started(logs: Path, *words: str) -> Iterator[Command]:
         command.kill()
 
 
-def run(logs: Path, *words: str, timeout_s: float) -> Done:
+def run(logs: Path, *words: str, timeout_s: float) -> str:
+    """Run a command that has to succeed, and return the last line that it prints."""
     with started(logs, *words) as command:
-        return command.wait(timeout_s)
+        assert command.end(timeout_s) == 0, command.err[-3000:]
+        return command.out.splitlines()[-1]
 
 
 def mismatches(result: dict[str, Any], system: str) -> dict[str, int]:
@@ -115,20 +112,20 @@ def test_every_system_is_measured_and_the_result_can_be_compared_and_reported(tm
     """Three systems, all with engines of their own. Stock differs in other company, and fixed shapes do not."""
     directory = tmp_path / "result"
     words = ("bench", "--systems", ",".join(ENGINES), "--workloads", LONG, ROLLOUT, *RUN, "-o", str(directory))
-    done = run(tmp_path / "bench", *words, timeout_s=400.0)
-    assert done.code == 0, done.err[-3000:]
+    with started(tmp_path / "bench", *words) as command:
+        assert command.end(400.0) == 0, command.err[-3000:]
     result = json.loads((directory / "result.json").read_text())
     runs = {(row["system"], row["workload"]): (row["completed"], row["failed"]) for row in result["runs"]}
     assert runs == {(system, workload): (12, 0) for system in ENGINES for workload in (LONG, ROLLOUT)}
     assert len(result["runs"]) == len(runs)
     for system in ENGINES:
-        assert f"{system}: ready in " in done.err
-    assert "not measured" not in done.err
+        assert f"{system}: ready in " in command.err
+    assert "not measured" not in command.err
     if len(os.sched_getaffinity(0)) > 1:  # With one thread nothing is split.
         assert sum(mismatches(result, "std").values()) > 0, "stock agreed: this comparison proves nothing here"
     assert mismatches(result, "colocated+ladder") == {LONG: 0, ROLLOUT: 0}
 
-    (line,) = done.out.splitlines()
+    (line,) = command.out.splitlines()
     short = json.loads(line)
     assert short["failures"] == []
     assert len(short["runs"]) == len(ENGINES) * 2
@@ -136,12 +133,9 @@ def test_every_system_is_measured_and_the_result_can_be_compared_and_reported(tm
     assert {path.suffix for path in directory.rglob("throughput*")} == {".png", ".svg"}
 
     file = str(directory / "result.json")
-    compared = run(tmp_path / "compare", "bench", "compare", file, file, timeout_s=END_S)
-    assert compared.code == 0, compared.err
-    rows = json.loads(compared.out.splitlines()[-1])["rows"]
+    rows = json.loads(run(tmp_path / "compare", "bench", "compare", file, file, timeout_s=END_S))["rows"]
     assert [row["ratio"] for row in rows] == [[1.0, 1.0, 1.0]] * len(ENGINES) * 2
-    reported = run(tmp_path / "report", "bench", "report", file, "-o", str(tmp_path / "page"), timeout_s=END_S)
-    assert reported.code == 0, reported.err
+    run(tmp_path / "report", "bench", "report", file, "-o", str(tmp_path / "page"), timeout_s=END_S)
     assert (tmp_path / "page" / "report.html").exists()
 
 
@@ -150,19 +144,18 @@ def test_a_killed_engine_and_an_interrupt_leave_what_was_measured(tmp_path: Path
     """The first system's engine is killed; the next one starts, and is interrupted while it does."""
     words = ("bench", "--systems", "std,std+nosplit", "--workloads", "in=64,out=8", "in=64,out=1900", *RUN)
     with started(tmp_path, *words, "-o", str(tmp_path / "result")) as command:
-        command.wait_for("requests differ in other company")  # The next engine call ends after many seconds.
+        command.says("requests differ in other company")  # The next engine call ends after many seconds.
         time.sleep(1.0)  # Into that call: before it the death would be that of an engine that does not listen.
         os.kill(command.process_of("corun_bench.engine"), signal.SIGKILL)
-        command.wait_for("std+nosplit: starting", END_S)
+        command.says("std+nosplit: starting", END_S)
         time.sleep(3.0)  # Into the start.
         os.killpg(command.process.pid, signal.SIGINT)  # As Ctrl-C does.
-        done = command.wait(2 * END_S)
-    assert done.code == 130
-    assert "not measured: std: both-0 ended with -9 (1 of its 2 runs were measured)" in done.err
+        assert command.end(2 * END_S) == 130
+    assert "not measured: std: both-0 ended with -9 (1 of its 2 runs were measured)" in command.err
     result = json.loads((tmp_path / "result" / "result.json").read_text())
     assert [(row["system"], row["workload"]) for row in result["runs"]] == [("std", "in=64,out=8")]
-    assert json.loads(done.out)["failures"] == ["std: both-0 ended with -9 (1 of its 2 runs were measured)"]
-    assert "Traceback" not in done.err
+    assert json.loads(command.out)["failures"] == ["std: both-0 ended with -9 (1 of its 2 runs were measured)"]
+    assert "Traceback" not in command.err
 
 
 @pytest.mark.timeout(240)
@@ -171,13 +164,12 @@ def test_the_cluster_is_measured_through_its_gateway(cluster: Cluster, tmp_path:
     url = f"http://127.0.0.1:{free_port()}"
     gateway = ("gateway", "--router", cluster.address, "--port", url.rpartition(":")[2])
     with started(tmp_path / "gateway", *gateway) as served:
-        wait_until(lambda: _answers(url), "the gateway serves")
+        wait_for(lambda: _answers(url), "the gateway serves")
         words = ("bench", "--systems", "--url", url, "--workloads", SHORTER, ROLLOUT, *RUN)
         words = (*words, "-o", str(tmp_path / "result"))
-        done = run(tmp_path / "bench", *words, timeout_s=200.0)
+        run(tmp_path / "bench", *words, timeout_s=200.0)
         served.process.send_signal(signal.SIGTERM)
-        assert served.wait(END_S).code == 0
-    assert done.code == 0, done.err[-3000:]
+        assert served.end(END_S) == 0
     result = json.loads((tmp_path / "result" / "result.json").read_text())
     assert [(row["completed"], row["failed"]) for row in result["runs"]] == [(12, 0)] * 2
     assert mismatches(result, url) == {SHORTER: 0, ROLLOUT: 0}

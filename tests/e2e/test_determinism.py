@@ -15,8 +15,9 @@ from corun import Client, Condition, Generation, SamplingParams
 from corun.models import tiny
 from corun.records.verification import VerifyCase
 from corun.types import NodeRole, NodeState
-from tests.e2e.conftest import CHUNK, SLOTS, START_TIMEOUT_S, Cluster, ready, wait_until
+from tests.e2e.conftest import CHUNK, SLOTS, START_TIMEOUT_S, Cluster, ready
 from tests.e2e.stock import result_of
+from tests.machine import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -174,7 +175,7 @@ def restart(cluster: Cluster, command: tuple[str, ...]) -> None:
     process.wait(60)
     cluster.processes.commands["prefill"] = command
     cluster.processes.restart("prefill")
-    wait_until(lambda: ready(cluster.status) and generation(cluster) != before, "it is back", START_TIMEOUT_S)
+    wait_for(lambda: ready(cluster.status) and generation(cluster) != before, "it is back", START_TIMEOUT_S)
 
 
 def generation(cluster: Cluster) -> list[str]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from corun import AsyncClient, SamplingParams
 from corun.processes import descendants, living
-from tests.e2e.conftest import Cluster, ready, wait_until
+from tests.e2e.conftest import Cluster, ready
 from tests.e2e.test_determinism import bits
+from tests.machine import wait_for
 from tests.proxy import CuttingProxy
-from tests.scraping import families, values
 
 pytestmark = pytest.mark.e2e
 
 PARAMS = SamplingParams(max_tokens=400, temperature=1.0, logprobs=True, ignore_eos=True)
 STREAMS = 4
-END_S = 30.0
 STOP_S = 7.0
 """Longer than a node may be silent."""
 
@@ -31,22 +30,22 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
     async with CuttingProxy(cluster.address) as proxy, AsyncClient(proxy.address, timeout_s=180) as client:
         alone = [await client.generate([5, i], PARAMS, seed=i) for i in range(STREAMS)]
         streams = [asyncio.create_task(client.generate([5, i], PARAMS, seed=i)) for i in range(STREAMS)]
-        await until(lambda: running(cluster) == STREAMS)
+        await asyncio.to_thread(wait_for, lambda: running(cluster) == STREAMS, "the streams run")
         assert not any(stream.done() for stream in streams)
         proxy.cut()
         await kill(cluster, "decode")
         prefill = cluster.processes.running["prefill"].pid
-        await stop_for(STOP_S, [prefill, *descendants(prefill)])
+        with stopped(prefill, *descendants(prefill)):
+            await asyncio.sleep(STOP_S)
         done = await asyncio.gather(*streams)
     assert [bits(generation) for generation in done] == [bits(generation) for generation in alone]
     assert done[0].receipt.decode_node != alone[0].receipt.decode_node
-    wait_until(lambda: ready(cluster.status), "both nodes are in use again")
+    wait_for(lambda: ready(cluster.status), "both nodes are in use again")
 
 
 def running(cluster: Cluster) -> float:
     """Samples at the decode node now: what its heartbeats say may have ended since."""
-    assert cluster.watch is not None
-    return values(families(cluster.watch.metrics["decode"]))["corun_decode_leases"]
+    return cluster.shown("decode")["corun_decode_leases"]
 
 
 async def kill(cluster: Cluster, name: str) -> None:
@@ -56,27 +55,22 @@ async def kill(cluster: Cluster, name: str) -> None:
     try:
         process.kill()
         process.wait()
-        await until(lambda: not living(tree))
+        await asyncio.to_thread(wait_for, lambda: not living(tree), "its engine has ended")
     finally:  # A failure here leaves the other tests their cluster.
         cluster.processes.restart(name)
 
 
-async def stop_for(seconds: float, pids: list[int]) -> None:
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Processes that stand still in the block."""
     signal_all(pids, signal.SIGSTOP)
     try:
-        await asyncio.sleep(seconds)
+        yield
     finally:
         signal_all(pids, signal.SIGCONT)
 
 
-def signal_all(pids: list[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):  # A helper process that has ended since they were listed.
             os.kill(pid, number)
-
-
-async def until(condition: object) -> None:
-    deadline = time.monotonic() + END_S
-    while not await asyncio.to_thread(condition):  # type: ignore[arg-type]
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)

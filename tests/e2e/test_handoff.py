@@ -25,8 +25,9 @@ from corun.types import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
-from tests.e2e.conftest import CHUNK, Cluster, wait_until
+from tests.e2e.conftest import CHUNK, Cluster
 from tests.e2e.test_serving import FREE_S, idle
+from tests.machine import wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -108,7 +109,7 @@ class Nodes:
 
     def run(self, handle: KvHandle, tokens: Prompt) -> Sample:
         sample = self.start(handle, tokens)
-        wait_until(lambda: sample.ended is not None, "the sample ends", CALL_S)
+        wait_for(lambda: sample.ended is not None, "the sample ends", CALL_S)
         return sample
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ def nothing_leaks(cluster: Cluster, nodes: Nodes) -> Iterator[None]:
     yield
     tokens = prompt(1)
     assert nodes.run(nodes.prefill(tokens), tokens).ended is FinishReason.LENGTH
-    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
+    wait_for(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
 
 
 def refused_after_the_read(cluster: Cluster, nodes: Nodes, handle: KvHandle, tokens: Prompt) -> str:
@@ -157,7 +158,7 @@ def refused_after_the_read(cluster: Cluster, nodes: Nodes, handle: KvHandle, tok
     before = refusals()
     sample = nodes.run(handle, tokens)
     assert (sample.tokens, sample.ended, sample.read_before) == ([], FinishReason.ERROR, [])
-    wait_until(lambda: len(refusals()) > len(before), "the worker says why")
+    wait_for(lambda: len(refusals()) > len(before), "the worker says why")
     (reason,) = refusals()[len(before) :]
     return reason
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from corun import SamplingParams
-from tests.e2e.conftest import PROBES, SLOTS, Cluster, Watch, wait_until
+from tests.e2e.conftest import PROBES, SLOTS, Cluster
+from tests.machine import wait_for
 from tests.probing import probe
 
 pytestmark = pytest.mark.e2e
@@ -13,21 +14,15 @@ pytestmark = pytest.mark.e2e
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
 
 
-@pytest.fixture
-def watch(cluster: Cluster) -> Watch:
-    assert cluster.watch is not None
-    return cluster.watch
-
-
-def test_a_node_is_alive_while_its_engine_loads(watch: Watch) -> None:
-    assert watch.while_loading == {"/livez": 200, "/startedz": 503, "/readyz": 503}
-    for port in watch.metrics.values():
+def test_a_node_is_alive_while_its_engine_loads(cluster: Cluster) -> None:
+    assert cluster.while_loading == {"/livez": 200, "/startedz": 503, "/readyz": 503}
+    for port in cluster.metrics.values():
         assert {path: probe(port, path) for path in PROBES} == dict.fromkeys(PROBES, 200)
 
 
-def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None:
+def test_metrics_of_real_engines_are_fed(cluster: Cluster) -> None:
     cluster.kv_reads()  # Those of earlier tests are told.
-    before = {name: cluster.shown(name) for name in watch.metrics}
+    before = {name: cluster.shown(name) for name in cluster.metrics}
     with cluster.client() as client:
         client.generate("Once upon a time", PARAMS, seed=1)
 
@@ -35,7 +30,7 @@ def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None
         return cluster.shown(name).get(key, 0.0) - before[name].get(key, 0.0)
 
     # The reads are known some seconds later.
-    wait_until(lambda: grown("decode", "corun_decode_kv_reads_total") == 1, "the KV read is counted")
+    wait_for(lambda: grown("decode", "corun_decode_kv_reads_total") == 1, "the KV read is counted")
     assert grown("decode", "corun_decode_kv_read_bytes_total") > 0
     assert grown("decode", "corun_decode_kv_read_seconds_total") > 0
     assert grown("decode", "corun_decode_tokens_total") == grown("decode", "corun_decode_used_rows_total") == 30
@@ -56,10 +51,10 @@ def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None
         assert [key for key in unfed if key.startswith("vllm:")] == []
 
 
-def test_a_request_is_one_trace_through_all_processes(cluster: Cluster, watch: Watch) -> None:
+def test_a_request_is_one_trace_through_all_processes(cluster: Cluster) -> None:
     with cluster.client() as client:
         done = client.generate("Once upon a time", PARAMS, seed=1, request_id="traced")
-    spans = watch.collector.spans
+    spans = cluster.collector.spans
 
     def of_request() -> list[str]:
         traces = {span.trace for span in spans if span.attributes.get("corun.request_id") == "traced"}
@@ -76,13 +71,13 @@ def test_a_request_is_one_trace_through_all_processes(cluster: Cluster, watch: W
         "corun-router: queue",
         "corun-router: reserve",
     ]
-    wait_until(lambda: len(of_request()) >= len(expected), "all spans have come")
+    wait_for(lambda: len(of_request()) >= len(expected), "all spans have come")
     assert of_request() == expected
     assert {span.service for span in spans} == {"corun-router", "corun-prefill", "corun-decode"}  # None of vLLM's.
-    assert done.text.encode() not in watch.collector.raw
+    assert done.text.encode() not in cluster.collector.raw
 
 
-def test_samples_of_one_prompt_are_prefilled_once(cluster: Cluster, watch: Watch) -> None:
+def test_samples_of_one_prompt_are_prefilled_once(cluster: Cluster) -> None:
     """Also those that wait for slots. That they have the bits of samples that were prefilled alone:
     `test_n_samples_are_n_seeds`."""
     before = cluster.shown("prefill")
@@ -95,7 +90,7 @@ def test_samples_of_one_prompt_are_prefilled_once(cluster: Cluster, watch: Watch
         for name in ("corun_prefill_prompts_total", "corun_prefill_shared_prompts_total")
     }
     assert grown == {"corun_prefill_prompts_total": 1, "corun_prefill_shared_prompts_total": SLOTS + 3}
-    wait_until(lambda: cluster.shown("prefill")["corun_prefill_held_kv_blocks"] == 0, "all have read, and it is freed")
+    wait_for(lambda: cluster.shown("prefill")["corun_prefill_held_kv_blocks"] == 0, "all have read, and it is freed")
 
 
 def test_what_came_from_the_cache_is_computed_again_while_the_node_is_idle(cluster: Cluster) -> None:
@@ -110,5 +105,5 @@ def test_what_came_from_the_cache_is_computed_again_while_the_node_is_idle(clust
         for last in (5, 6):
             client.generate([9] * 299 + [last], SamplingParams(max_tokens=2), seed=3)
     assert cluster.shown("prefill")["corun_prefill_cached_tokens_total"] > before["corun_prefill_cached_tokens_total"]
-    wait_until(lambda: grown("equal") >= 1, "the second prompt is computed again")
+    wait_for(lambda: grown("equal") >= 1, "the second prompt is computed again")
     assert grown("different") == 0

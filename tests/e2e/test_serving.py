@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +15,9 @@ import pytest
 from corun import DeadlineError, FinishReason, SamplingParams
 from corun.processes import descendants
 from corun.types import NodeRole
-from tests.e2e.conftest import SLOTS, Cluster, ready, wait_until
-from tests.machine import command_line
+from tests.e2e.conftest import SLOTS, Cluster, ready
+from tests.e2e.test_faults import stopped
+from tests.machine import command_line, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -116,7 +115,7 @@ def test_clients_that_go_away_and_deadlines_free_slots_and_kv(cluster: Cluster) 
     with cluster.client() as late, pytest.raises(DeadlineError):
         late.generate("Once", replace(params, max_tokens=8000), timeout_s=1.0)
     assert time.monotonic() - began < 30  # Without the deadline it takes a minute or more.
-    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
+    wait_for(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
     with cluster.client() as again:  # And they work.
         assert len(again.generate("Once", replace(params, max_tokens=3)).token_ids) == 3
 
@@ -139,21 +138,17 @@ def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster,
         whole = client.generate(prompt, params, seed=7)
         stream = client.stream(prompt, params, seed=7)
         tokens = [*next(stream).token_ids]
-        core = engine_core(cluster, name)
         stopped_at = time.monotonic()
-        os.kill(core, signal.SIGSTOP)
-        try:
-            wait_until(lambda: "its engine is stuck" in detail(cluster, name), "the stuck engine is known", 60)
+        with stopped(engine_core(cluster, name)):
+            wait_for(lambda: "its engine is stuck" in detail(cluster, name), "the stuck engine is known", 60)
             noticed_s = time.monotonic() - stopped_at
-        finally:
-            os.kill(core, signal.SIGCONT)
-        wait_until(lambda: ready(cluster.status), "the engine is used again")
+        wait_for(lambda: ready(cluster.status), "the engine is used again")
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tuple(tokens) == whole.token_ids
     again_s = time.monotonic() - stopped_at - noticed_s
     print(f"{name}: noticed after {noticed_s:.1f} s, used again and done {again_s:.1f} s later")
     assert 5 <= noticed_s < 20  # 5 s, a second until the next question, and what a busy machine takes.
-    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
+    wait_for(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
 
 
 def engine_core(cluster: Cluster, name: str) -> int:

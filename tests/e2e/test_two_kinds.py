@@ -3,19 +3,25 @@ other."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from corun import Generation, SamplingParams
+from corun import AsyncClient, Generation, SamplingParams
+from corun.processes import descendants
 from corun.types import NodeState
-from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, Cluster, wait_until
+from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, Cluster
 from tests.e2e.test_determinism import bits, differing, make_cases, run
+from tests.e2e.test_faults import stopped
+from tests.machine import free_port, wait_for
 
 pytestmark = pytest.mark.e2e
 
 SIDES = {"c0-prefill", "c0-decode"}
+STREAMS = 4
+PARAMS = SamplingParams(max_tokens=800, temperature=0.8, logprobs=True, ignore_eos=True)
 Path = tuple[str, str]
 
 
@@ -26,11 +32,13 @@ def alone(cluster: Cluster) -> list[Generation]:
         return run(client, make_cases(18), concurrency=1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def colocated(cluster: Cluster, alone: list[Generation]) -> Iterator[None]:
-    """A colocated node beside the pair."""
+    """A colocated node beside the pair, until a test kills it."""
+    cluster.metrics["c0"] = free_port()
     flags = ("--router", cluster.address, "--model", cluster.model, "--threads", "2", "--node-id", "c0")
     flags += ("--slots", str(SLOTS), "--chunk-size", str(CHUNK), *ALL_CHECKED)
+    flags += ("--metrics-port", str(cluster.metrics["c0"]))
     cluster.processes.start("c0", "colocated_node", *flags)
 
     def is_ready() -> bool:
@@ -38,10 +46,11 @@ def colocated(cluster: Cluster, alone: list[Generation]) -> Iterator[None]:
         states = {node.node.ref.node_id: node.state for node in cluster.status().nodes}
         return all(states.get(side) is NodeState.READY for side in SIDES)
 
-    wait_until(is_ready, "the colocated node is ready", START_TIMEOUT_S)
+    wait_for(is_ready, "the colocated node is ready", START_TIMEOUT_S)
     yield
     if "c0" in cluster.processes.running:
         assert cluster.processes.terminate("c0", 40.0) == 0
+    del cluster.metrics["c0"]
 
 
 def path_of(generation: Generation) -> Path:
@@ -64,21 +73,36 @@ def test_every_path_gives_the_bits_of_the_pair(cluster: Cluster, colocated: None
     assert {"d0", "c0-decode"} == {decode for _, decode in seen}
 
 
-def test_a_stream_of_a_dead_colocated_node_goes_on_from_the_pair(cluster: Cluster, colocated: None) -> None:
-    """Both of its sides are lost at once, and its samples run on bit by bit, by pairs of the others."""
-    params = SamplingParams(max_tokens=160, temperature=0.8, logprobs=True, ignore_eos=True)
-    cases = [(make_cases(SLOTS)[i][0], params, 900 + i) for i in range(SLOTS)]
-    with cluster.client() as client, ThreadPoolExecutor(1) as pool:
-        expected = run(client, cases, concurrency=2)
-        running = pool.submit(run, client, cases, SLOTS)
+@pytest.mark.timeout(240)
+async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: Cluster, colocated: None) -> None:
+    """The pair's decode node falls silent. The colocated node dies while it does that one's work as well as its own, so
+    both its sides are lost. Then there is only the pair."""
+    async with AsyncClient(cluster.address, timeout_s=180) as client:
 
-        def decodes() -> bool:
-            loads = {node.node.ref.node_id: node.load.used_slots for node in cluster.status().nodes}
-            return loads["c0-decode"] > 0
+        def start(name: str) -> list[asyncio.Task[Generation]]:
+            asked = (client.generate([5, i], PARAMS, seed=i, request_id=f"{name}-{i}") for i in range(STREAMS))
+            return [asyncio.create_task(one) for one in asked]
 
-        wait_until(decodes, "the colocated node decodes")
-        cluster.processes.kill("c0", step_s=0.5)
-        assert differing(expected, running.result(120)) == []
-        assert {bits(one) for one in expected}
-    gone = {node.node.ref.node_id for node in cluster.status().nodes if node.state is not NodeState.READY}
-    assert gone <= SIDES
+        def decoding(node: str) -> float:
+            return cluster.shown(node)["corun_decode_used_slots"]
+
+        def all_have_moved() -> bool:
+            return decoding("c0") == sum(not stream.done() for stream in streams)
+
+        streams = start("there-and-back")
+        await asyncio.to_thread(wait_for, lambda: decoding("decode") and decoding("c0"), "both nodes have streams")
+        decode = cluster.processes.running["decode"].pid
+        with stopped(decode, *descendants(decode)):
+            await asyncio.to_thread(wait_for, all_have_moved, "the colocated node has all streams")
+            cluster.processes.kill("c0", step_s=0.5)
+        done = await asyncio.gather(*streams)
+        undisturbed = await asyncio.gather(*start("undisturbed"))
+    assert [bits(one) for one in done] == [bits(one) for one in undisturbed]
+    attempts: dict[str, list[str]] = {}
+    failure = r"of request 'there-and-back-(\d)' failed: ([\w-]+)@"
+    for name, node in re.findall(failure, cluster.processes.log("router")):
+        attempts.setdefault(name, []).append(node)
+    assert ["d0", "c0-decode"] in attempts.values()
+    assert {path_of(done[int(name)]) for name in attempts} == {("p0", "d0")}
+    unused = {node.node.ref.node_id for node in cluster.status().nodes if node.state is not NodeState.READY}
+    assert unused == SIDES

@@ -9,15 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from corun import Client, CorunError, processes
 from corun.processes import descendants, end_tree, living
 from corun.types import ClusterStatus, NodeState
-from tests.machine import command_line, free_port
+from tests.machine import command_line, free_port, wait_for
 
 START_S = 90.0
 END_S = 60.0
@@ -30,13 +29,6 @@ _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_worker_oom_score_adjustment": "0",
 }
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s:.0f} s: {what}"
-        time.sleep(0.1)
 
 
 def guarded(argv: Sequence[str]) -> list[str]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from corun import AsyncClient, CorunError, SamplingParams
-from tests.chaos.traffic import pack
+from corun import AsyncClient, CorunError
+from tests.chaos.traffic import Case, streamed
+from tests.fleet.hosts import wait_for
 
 TIMEOUT_S = 180.0
-Bits = bytes
-Answer = Callable[[Sequence[int], SamplingParams, int], Bits]
-"""The right bits of a prompt, parameters and seed."""
+CLIENTS = 6
 
 
 @dataclass
@@ -23,46 +22,41 @@ class Streams:
     """One request after the other from each of a few clients."""
 
     address: str
-    answer: Answer
-    max_tokens: tuple[int, int] = (20, 150)
-    vocabulary: int = 256
+    cases: Sequence[Case]
     completed: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    _number: int = 0
 
-    async def run(self, clients: int, stop: threading.Event) -> None:
+    def more(self, count: int = 12) -> None:
+        """Wait for some more streams to end."""
+        target = self.completed + count
+        wait_for(lambda: self.completed >= target, "streams go on")
+
+    async def run(self, stop: threading.Event) -> None:
         async with AsyncClient(self.address, timeout_s=TIMEOUT_S) as client:
-            await asyncio.gather(*(self._ask_on(client, number, stop) for number in range(clients)))
+            await asyncio.gather(*(self._ask_on(client, number, stop) for number in range(CLIENTS)))
 
     async def _ask_on(self, client: AsyncClient, number: int, stop: threading.Event) -> None:
         draw = random.Random(number)
         while not stop.is_set():
-            self._number += 1
-            prompt = [draw.randrange(1, self.vocabulary) for _ in range(draw.randrange(1, 60))]
-            params = SamplingParams(max_tokens=draw.randrange(*self.max_tokens), logprobs=True, ignore_eos=True)
-            await self._judge(client, prompt, params, draw.randrange(2**63))
-
-    async def _judge(self, client: AsyncClient, prompt: list[int], params: SamplingParams, seed: int) -> None:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        try:
-            async for chunk in client.stream(prompt, params, seed=seed):
-                ids += chunk.token_ids
-                logprobs += chunk.logprobs
-        except CorunError as error:
-            self.failed.append(f"seed {seed}: {type(error).__name__}: {error}")
-            return
-        self.completed += 1
-        if pack(ids, logprobs) != self.answer(prompt, params, seed):
-            self.wrong.append(f"seed {seed}, {len(ids)} tokens")
+            case = draw.choice(self.cases)
+            samples = [bytearray() for _ in case.bits]
+            try:
+                async for _ in streamed(client, case, samples):
+                    pass
+            except CorunError as error:
+                self.failed.append(f"request {case.number}: {type(error).__name__}: {error}")
+                continue
+            self.completed += 1
+            if tuple(map(bytes, samples)) != case.bits:
+                self.wrong.append(f"request {case.number}")
 
 
 @contextmanager
-def streaming(address: str, answer: Answer, *, clients: int = 6) -> Iterator[Streams]:
+def streaming(address: str, cases: Sequence[Case]) -> Iterator[Streams]:
     """Streams that run beside the block, and end after it."""
-    streams, stop = Streams(address, answer), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(streams.run(clients, stop)))
+    streams, stop = Streams(address, cases), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(streams.run(stop)))
     thread.start()
     try:
         yield streams

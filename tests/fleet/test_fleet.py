@@ -3,17 +3,13 @@ stream that runs meanwhile is bit for bit what it is undisturbed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from corun.params import SamplingParams
 from corun.processes import living
-from corun.seeds import sample_seed
-from corun.testing.engines import expected
 from corun.testing.model import write_tokenizer
-from tests.chaos.traffic import pack
+from tests.chaos.fakes import known_cases
 from tests.fleet.hosts import Hosts, Up, hosts, up, wait_for
 from tests.fleet.nodes import WRONG
 from tests.fleet.streams import Streams, streaming
@@ -39,17 +35,6 @@ replicas = 2
 """
 
 
-def answer(prompt: Sequence[int], params: SamplingParams, seed: int) -> bytes:
-    ids, logprobs, _ = expected(prompt, params, sample_seed(seed, 0))
-    return pack(ids, logprobs)
-
-
-def more(streams: Streams, count: int = 12) -> None:
-    """Wait for some more streams to end."""
-    target = streams.completed + count
-    wait_for(lambda: streams.completed >= target, "streams go on")
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """The model directory that TOML names."""
@@ -64,12 +49,12 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path, m
     with hosts(tmp_path) as ray:
         ray.add(r=0, a=2, b=1)
         with up(ray, TOML) as fleet:
-            address = fleet.address
+            address, cases = fleet.address, known_cases(longest=150)
             assert (fleet.host("router-0"), fleet.host("router-1")) == ("head", "r")
             assert fleet.host("prefill-0") == fleet.host("decode-0") == "a"  # They are a pair.
             assert fleet.host("decode-1") == "b"
-            with streaming(address, answer) as streams:
-                more(streams)
+            with streaming(address, cases) as streams:
+                streams.more()
                 lose_a_host_and_add_one(ray, fleet, streams)
                 scale_up_and_down(fleet, streams)
                 kill_ray_alone(ray, fleet, streams)
@@ -78,7 +63,7 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path, m
             say_what_cannot_be(fleet)
             (model / WRONG).touch()
             assert fleet.scale("decode=3").returncode == 0
-            with streaming(address, answer) as streams:
+            with streaming(address, cases) as streams:
                 wait_for(lambda: streams.wrong, "other bits are seen to be others")
             fleet.stop()
 
@@ -102,25 +87,25 @@ def lose_a_host_and_add_one(ray: Hosts, fleet: Up, streams: Streams) -> None:
     replaced, reruns = fleet.ready()["decode-1"], count_reruns(fleet)
     ray.lose("b")
     fleet.wait_for(r"decode-1: waiting: no machine has 1 free GPU$")
-    more(streams)
+    streams.more()
     assert count_reruns(fleet) > reruns  # Some streams were there.
     ray.add(c=3)
     wait_for(lambda: fleet.is_back("decode-1", replaced), "decode-1 runs on the new host")
     assert fleet.host("decode-1") == "c"
-    more(streams)
+    streams.more()
 
 
 def scale_up_and_down(fleet: Up, streams: Streams) -> None:
     done = fleet.scale("prefill=2", "decode=3")
     assert (done.returncode, done.stdout) == (0, "scaled prefill 1 → 2, decode 2 → 3\n"), done.stderr
     assert fleet.ready().keys() == {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
-    more(streams)
+    streams.more()
     done = fleet.scale("prefill=1", "decode=1")
     assert done.returncode == 0, done.stderr
     assert fleet.ready().keys() == {"prefill-0", "decode-0"}
-    more(streams)
+    streams.more()
     assert fleet.scale("decode=2").returncode == 0
-    more(streams)
+    streams.more()
 
 
 def kill_ray_alone(ray: Hosts, fleet: Up, streams: Streams) -> None:
@@ -130,17 +115,17 @@ def kill_ray_alone(ray: Hosts, fleet: Up, streams: Streams) -> None:
     ray.add(e=2)
     wait_for(lambda: fleet.is_back("decode-1", generation), "decode-1 runs on another host")
     wait_for(lambda: not living(orphans), "nothing is left where Ray died")
-    more(streams)
+    streams.more()
 
 
 def lose_a_router(ray: Hosts, fleet: Up, streams: Streams) -> None:
     """Nodes and clients know a router's address, so it waits for its host to come back."""
     ray.lose("r")
     fleet.wait_for(r"router-1: waiting: its machine, 127\.0\.0\.12, is gone$")
-    more(streams)
+    streams.more()
     ray.add(r=0)
     wait_for(lambda: fleet.host("router-1") == "r", "router-1 is back on its host")
-    more(streams)
+    streams.more()
 
 
 def say_what_cannot_be(fleet: Up) -> None:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from corun import AsyncClient, SamplingParams
-from corun.receipt import output_digest
+from tests.chaos.traffic import Case, answered, streamed
 
 PAUSE_S = 0.05
 """The pause between two streams of the same place in `WAYS`."""
@@ -30,15 +29,6 @@ STREAM_S = 120.0
 WAYS = ("grpc", "grpc", "http")
 """The streams that run at a time, each through the router ("grpc") or through the gateway ("http")."""
 STYLES: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 30}, {"temperature": 0.7}) * 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A request."""
-
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
 
 
 class Bystander:
@@ -51,19 +41,17 @@ class Bystander:
         self._url = url
         self._cases = [
             Case(
-                [rng.randrange(3, 500) for _ in range(rng.choice((1, 40, 128, 200)))],
-                SamplingParams(max_tokens=96, ignore_eos=True, logprobs=True, **style),
-                rng.getrandbits(62),
+                number=number,
+                prompt=[rng.randrange(3, 500) for _ in range(rng.choice((1, 40, 128, 200)))],
+                params=SamplingParams(max_tokens=96, ignore_eos=True, logprobs=True, **style),
+                seed=rng.getrandbits(62),
             )
-            for style in STYLES
+            for number, style in enumerate(STYLES)
         ]
-        self._expected: list[str] = []
 
     async def learn(self) -> None:
         """Get the right answers, one at a time."""
-        for case in self._cases:
-            sample = (await self._client.generate(case.prompt, case.params, seed=case.seed)).samples[0]
-            self._expected.append(output_digest(sample.token_ids, sample.logprobs))
+        self._cases = [await answered(self._client, case) for case in self._cases]
 
     async def go_on(self, place: int, stop: asyncio.Event) -> None:
         """Run one stream after the other until `stop` is set, and tell of each; times are in seconds."""
@@ -71,10 +59,10 @@ class Bystander:
             if stop.is_set():
                 return
             began = time.monotonic()
-            times, digest, error = [began], "", ""
+            times, equal, error = [began], False, ""
             case, way = self._cases[number % len(STYLES)], WAYS[place]
             try:
-                digest = await asyncio.wait_for(self._read(way, case, times), STREAM_S)
+                equal = await asyncio.wait_for(self._read(way, case, times), STREAM_S)
             except Exception as raised:  # Anything that ends a stream is a finding here.
                 error = f"{type(raised).__name__}: {raised}"[:500]
             told = {
@@ -83,31 +71,29 @@ class Bystander:
                 "first_s": round(times[1] - began, 4) if len(times) > 1 else 0.0,
                 "longest_pause_s": round(max((b - a for a, b in pairwise(times[1:])), default=0.0), 4),
                 "seconds": round(time.monotonic() - began, 4),
-                "equal": digest == self._expected[number % len(STYLES)],
+                "equal": equal,
                 "error": error,
             }
             print(json.dumps(told), flush=True)
             await asyncio.sleep(PAUSE_S)
 
-    async def _read(self, way: str, case: Case, times: list[float]) -> str:
-        """Read a whole stream and return its digest. Append the time of each message to `times`."""
-        digest = ""
-        async with aclosing(self._grpc(case) if way == "grpc" else self._http(case)) as pieces:
-            async for found in pieces:
-                digest = found or digest
+    async def _read(self, way: str, case: Case, times: list[float]) -> bool:
+        """Read a whole stream and return whether it has the right bits. Append the time of each message to `times`."""
+        equal = False
+        async with aclosing(self._grpc(case) if way == "grpc" else self._http(case)) as messages:
+            async for equal in messages:  # noqa: B007
                 times.append(time.monotonic())
-        return digest
+        return equal
 
-    async def _grpc(self, case: Case) -> AsyncGenerator[str, None]:
-        """Yield an empty text for every chunk but the last, and the output's digest for the last."""
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        async for chunk in self._client.stream(case.prompt, case.params, seed=case.seed):
-            token_ids += chunk.token_ids
-            logprobs += chunk.logprobs
-            yield output_digest(token_ids, logprobs) if chunk.receipt else ""
+    async def _grpc(self, case: Case) -> AsyncGenerator[bool, None]:
+        """Yield for every chunk whether all that has come is the right output."""
+        samples = [bytearray()]
+        async with aclosing(streamed(self._client, case, samples)) as chunks:
+            async for _ in chunks:
+                yield (bytes(samples[0]),) == case.bits
 
-    async def _http(self, case: Case) -> AsyncGenerator[str, None]:
+    async def _http(self, case: Case) -> AsyncGenerator[bool, None]:
+        """Yield for every event whether it has the receipt of the right output."""
         body: dict[str, Any] = {"prompt": case.prompt, "seed": case.seed, "stream": True, "ignore_eos": True}
         body |= {name: getattr(case.params, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
@@ -119,10 +105,8 @@ class Bystander:
                 event = json.loads(data)
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))
-                receipts = [
-                    receipt for choice in event["choices"] if (receipt := (choice.get("corun") or {}).get("receipt"))
-                ]
-                yield receipts[0]["output_digest"] if receipts else ""
+                receipts = [(choice.get("corun") or {}).get("receipt") for choice in event["choices"]]
+                yield any(receipt and receipt["output_digest"] == case.digests[0] for receipt in receipts)
 
 
 async def main(router: str, url: str, token: str) -> None:

@@ -12,26 +12,24 @@ import asyncio
 import contextlib
 import json
 import resource
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from corun.errors import from_rpc_error
 from corun.params import SamplingParams
 from corun.rpc import codec
-from corun.rpc.channel import channel
 from corun.rpc.server import raise_file_limit
-from corun.testing.engines import MAX_MODEL_LEN, expected
-from corun.v1 import cluster_service_pb2_grpc
+from corun.testing.engines import MAX_MODEL_LEN
+from tests.chaos.overload import Options, load
+from tests.chaos.report import quantiles
 from tests.fuzz.http2 import MAX_FRAME, Connection, call, headers, hello, message, status_of, widen
 from tests.fuzz.target import Target
 
 GENERATE, WATCH = b"/corun.v1.ClusterService/Generate", b"/grpc.health.v1.Health/Watch"
-ORDINARY_S = 60.0
-PARAMS = SamplingParams(max_tokens=8, logprobs=True)
+ANSWER_S = 60.0
+"""The limit for an attacker to begin, and to say what it saw."""
 _OPEN_AT_ONCE = 200
 
 Seen = Counter[str]
@@ -153,13 +151,13 @@ async def measure(target: Target, name: str, *, scale: int, seconds: float, serv
     assert attacker.stdout is not None
     most = {"memory_mib": memory, "files": files}
     try:
-        await asyncio.wait_for(attacker.stdout.readline(), ORDINARY_S)
+        await asyncio.wait_for(attacker.stdout.readline(), ANSWER_S)
         watch = asyncio.create_task(_watch(target, most))
         await asyncio.sleep(seconds / 4)
         during = await latency(target.addresses["open"], seconds)
         watch.cancel()
         attacker.stdin.close()
-        seen = json.loads(await asyncio.wait_for(attacker.stdout.readline(), ORDINARY_S))
+        seen = json.loads(await asyncio.wait_for(attacker.stdout.readline(), ANSWER_S))
     finally:
         if attacker.returncode is None:
             attacker.kill()
@@ -181,28 +179,11 @@ async def measure(target: Target, name: str, *, scale: int, seconds: float, serv
 
 
 async def latency(address: str, seconds: float) -> dict[str, Any]:
-    """One ordinary request after the other, in milliseconds from its start to its last token."""
-    took: list[float] = []
-    failed: Counter[str] = Counter()
-    ids, logprobs, _ = expected((5, 6, 7), PARAMS, 11)
-    request = codec.generate_request((5, 6, 7), PARAMS, seed=11)
-    async with channel(address) as link:
-        stub = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            began = time.perf_counter()
-            try:
-                answers = [answer async for answer in stub.Generate(request, timeout=ORDINARY_S, wait_for_ready=True)]
-            except Exception as error:
-                if not hasattr(error, "code"):
-                    raise
-                failed[type(from_rpc_error(error)).__name__] += 1
-                continue
-            took.append(1000 * (time.perf_counter() - began))
-            got = [t for a in answers for t in a.token_ids], [p for a in answers for p in a.logprobs]
-            failed["wrong bits"] += got != (ids, logprobs)
-    cuts = statistics.quantiles(took, n=100) if len(took) > 1 else [0.0] * 99
-    return {"requests": len(took), "failed": +failed, "p50_ms": round(cuts[49], 2), "p99_ms": round(cuts[98], 2)}
+    """Send one ordinary request after the other; the times are in milliseconds, from its start to its last token."""
+    tally = await load(address, "ordinary", Options(seconds=seconds, slots=1, max_tokens=8, prompt_tokens=3), rate=0.0)
+    found, failed = quantiles(tally.ended), tally.other + Counter(refused=len(tally.refused))
+    times = {f"{name}_ms": round(1000 * found.get(name, 0.0), 2) for name in ("p50", "p99")}
+    return {"requests": len(tally.ended), "failed": failed, **times}
 
 
 async def _watch(target: Target, most: dict[str, float]) -> None:

@@ -32,6 +32,7 @@ from corun.testing.model import write_tokenizer
 from router.nodes import admission
 from router.service import ClusterService
 from tests.clusters import FakeCluster, cluster
+from tests.machine import entries, resident_mib
 from tests.secrets import Secrets
 
 PATIENT: dict[str, Any] = {"heartbeat_interval_ms": 500, "heartbeat_timeout_ms": 60_000}
@@ -66,13 +67,12 @@ class Target:
 
     @property
     def rss_mib(self) -> float:
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return round(pages * 4096 / 2**20, 1)
+        return resident_mib(self._process.pid)
 
     @property
     def files(self) -> int:
         """Open file descriptors."""
-        return len(list(Path(f"/proc/{self._process.pid}/fd").iterdir()))
+        return entries("fd", self._process.pid)
 
     def errors(self) -> list[str]:
         """Unexpected errors in the log, each kind once: its line without the time, or how its traceback ends."""

@@ -1,24 +1,28 @@
-"""A short run of the fuzzer and of every hostile client, and what a bug would look like."""
+"""A short run of the fuzzer and of every hostile client, what a bug would look like, and what both rely on."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from typing import cast
 
 import pytest
 
 from tests.fuzz.hostile import ATTACKS, measure
+from tests.fuzz.http2 import Connection
 from tests.fuzz.messages import Maker, mutated
 from tests.fuzz.raw import SCRIPTS, script
 from tests.fuzz.runner import KINDS, fuzzing
 from tests.fuzz.surface import SERVED, SERVICES, Method
 from tests.fuzz.target import running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SCALE = {"slowloris": 20, "idle": 200, "giant": 1, "slow_reader": 1, "many_streams": 1500}
 NODES = {role: {"generation": "0" * 16, "contract": "{}"} for role in ("prefill", "decode")}
 
 
+@pytest.mark.slow
 async def test_nothing_is_found() -> None:
     async with running() as target, fuzzing(target, 1) as fuzzer:
         report = await fuzzer.run(first=0, cases=800, at_once=64, canary_every=200)
@@ -31,6 +35,7 @@ async def test_nothing_is_found() -> None:
     assert {"OK", "INVALID_ARGUMENT", "UNAUTHENTICATED", "NOT_FOUND", "ABORTED"} <= seen
 
 
+@pytest.mark.slow
 async def test_a_bug_is_found() -> None:
     """Negative control: a handler that raises KeyError for most values of one field."""
     async with running(broken=True) as target, fuzzing(target, 1, ("message",)) as fuzzer:
@@ -40,6 +45,7 @@ async def test_a_bug_is_found() -> None:
     assert any("in the log: KeyError" in finding for finding in report.findings)
 
 
+@pytest.mark.slow
 async def test_hostile_clients_keep_nothing() -> None:
     async with running(client_timeout_s=1.0) as target:
         for name in ATTACKS:
@@ -61,3 +67,24 @@ def test_a_case_is_drawn_from_its_number_and_any_service_may_be() -> None:
 
     assert [draw(number) for number in range(50)] == [draw(number) for number in range(50)]
     assert {name for names in SERVED.values() for name in names} == set(SERVICES)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_reader_that_is_cancelled_as_bytes_come_ends(turns: int) -> None:
+    """An attack reads in a loop without an end: one lost cancellation, and the attacker's process outlives its test."""
+    link = Connection(asyncio.StreamReader(), cast(asyncio.StreamWriter, None))
+
+    async def forever() -> None:
+        while True:
+            await link.read(5.0)
+
+    reading = asyncio.create_task(forever())
+    await asyncio.sleep(0)
+    link.reader.feed_data(b"1")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading], timeout=1.0)
+    cancelled = reading.cancelled()
+    reading.cancel()
+    assert cancelled

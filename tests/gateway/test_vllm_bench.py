@@ -86,17 +86,9 @@ async def test_vllm_bench_serve_measures_a_gateway(model: str, tmp_path: Path) -
     assert result["errors"] == [""] * 40, text
     assert (result["completed"], result["failed"], result["num_prompts"]) == (40, 0, 40)
     assert result["output_lens"] == [12] * 40
-    assert result["total_output_tokens"] == 40 * 12
     assert result["total_input_tokens"] == sum(result["input_lens"]) > 0
     assert status.finished_samples == 43  # With the warm-ups and the ready check.
     assert result["model_id"] == model
-    assert (result["request_rate"], result["burstiness"], result["max_concurrency"]) == (200, 0.5, 16)
-    for name in ("ttft", "tpot", "itl", "e2el"):
-        for figure in ("mean", "median", "std", "p50", "p90", "p99"):
-            assert result[f"{figure}_{name}_ms"] >= 0
-    for name in ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "duration"):
-        assert result[name] > 0
-    assert result["max_concurrent_requests"] <= 40
     # Each token but the first has a time of its own, unless tokens came together.
     assert all(0 < len(itls) <= 11 for itls in result["itls"])
 

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import tyro
@@ -38,62 +39,51 @@ class Start:
     logs: Path = Path("start-logs")
 
 
-@dataclass
-class Stages:
-    """The stages of one node's start, with the time at which each began."""
-
-    entered: list[tuple[str, float]]
-
-    def enter(self, stage: str, at: float) -> None:
-        if stage and stage != self.entered[-1][0]:
-            self.entered.append((stage, at))
-
-    def seconds(self, end: float) -> dict[str, float]:
-        """Return the seconds in each stage, in order. The last one lasts until `end`."""
-        times = [at for _, at in self.entered[1:]] + [end]
-        return {stage: round(after - at, 1) for (stage, at), after in zip(self.entered, times, strict=True)}
-
-
-@dataclass
 class Watch:
-    """Follows the logs of nodes in a thread of its own."""
+    """Follows the logs of nodes, and notes when each node entered which stage."""
 
-    nodes: dict[str, Path]
-    began: float = field(default_factory=time.monotonic)
-    stages: dict[str, Stages] = field(init=False)
-    _readers: dict[str, Reader] = field(init=False)
-    _over: threading.Event = field(init=False, default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.stages = {name: Stages([(BEFORE, self.began)]) for name in self.nodes}
-        self._readers = {name: Reader(log) for name, log in self.nodes.items()}
+    def __init__(self, logs: dict[str, Path], began: float) -> None:
+        self.began = began
+        self._entered = {name: [(BEFORE, began)] for name in logs}
+        self._readers = {name: Reader(log) for name, log in logs.items()}
 
     @contextmanager
-    def following(self) -> Iterator[Watch]:
-        thread = threading.Thread(target=self._follow, daemon=True)
+    def following(self) -> Iterator[None]:
+        """Look at the logs all the time, in a thread."""
+        over = threading.Event()
+
+        def follow() -> None:
+            while not over.wait(LOOK_S):
+                self.look(time.monotonic())
+
+        thread = threading.Thread(target=follow, daemon=True)
         thread.start()
         try:
-            yield self
+            yield
         finally:
-            self._over.set()
+            over.set()
             thread.join()
 
     def look(self, now: float) -> None:
         for name, reader in self._readers.items():
-            self.stages[name].enter(reader.stage(0), now)
+            stage = reader.stage(0)
+            if stage and stage != self._entered[name][-1][0]:
+                self._entered[name].append((stage, now))
 
-    def _follow(self) -> None:
-        while not self._over.wait(LOOK_S):
-            self.look(time.monotonic())
+    def seconds(self, end: float) -> dict[str, dict[str, float]]:
+        """Return the seconds of each node in each stage, in order. The last one lasts until `end`."""
+        return {
+            name: {stage: round(after - at, 1) for (stage, at), (_, after) in pairwise([*entered, ("", end)])}
+            for name, entered in self._entered.items()
+        }
 
 
 def measure(topology: Topology, logs: Path) -> dict[str, object]:
     """Start the cluster once and stop it; return the seconds."""
-    watch = Watch({node.name: logs / f"{node.name}.log" for node in topology.nodes})
+    watch = Watch({node.name: logs / f"{node.name}.log" for node in topology.nodes}, began=time.monotonic())
     with watch.following(), running(topology, logs):
         ready = time.monotonic()
-    nodes = {name: stages.seconds(ready) for name, stages in watch.stages.items()}
-    return {"ready_s": round(ready - watch.began, 1), "nodes": nodes}
+    return {"ready_s": round(ready - watch.began, 1), "nodes": watch.seconds(ready)}
 
 
 def main(options: Start) -> None:

@@ -160,8 +160,7 @@ def test_the_stages_of_a_start_are_timed_by_the_logs(tmp_path: Path) -> None:
         with logs["p0"].open("a") as log:
             log.write(words)
         watch.look(at)
-    assert watch.stages["p0"].seconds(21.0) == {BEFORE: 2.5, "importing vLLM": 7.5, "loading": 1.0}
-    assert watch.stages["d0"].seconds(21.0) == {BEFORE: 11.0}
+    assert watch.seconds(21.0) == {"p0": {BEFORE: 2.5, "importing vLLM": 7.5, "loading": 1.0}, "d0": {BEFORE: 11.0}}
 
 
 def test_edges_lie_on_both_sides() -> None:
