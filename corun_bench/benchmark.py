@@ -35,7 +35,6 @@ from corun_bench.nodes import has_gpu
 from corun_bench.options import RESULT, BenchOptions, check_options, output_directory
 from corun_bench.running import RunningSystem, foreign, up
 from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
-from router.text import Tokenizer
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
@@ -158,7 +157,7 @@ class Benchmark:
         self._goodput, self._percentiles = metrics.parse_goodput(options.goodput), _percentiles(options)
         config = conditions.model_config(machine.model)
         self._vocab_size = int(config["vocab_size"])
-        self._tokenizer: Tokenizer | None = None
+        self._tokenize = workloads.tokenizer(machine.model)
         self._made: dict[tuple[Any, ...], Workload] = {}
         self._began = time.monotonic()
         self._check: Callable[[], None] = lambda: None
@@ -370,15 +369,11 @@ class Benchmark:
                 vocab_size=self._vocab_size,
                 max_model_len=self._machine.max_model_len,
                 seed=self.options.seed + REPEAT_SEEDS * (repeat + 3),
-                tokenize=self._tokenize if spec.is_text else None,
+                tokenize=self._tokenize,
                 request_rate=self.options.request_rate,
                 burstiness=self.options.burstiness,
             )
         return replace(self._made[key], max_concurrency=concurrency)
-
-    def _tokenize(self, text: str) -> list[int]:
-        self._tokenizer = self._tokenizer or Tokenizer.load(self._machine.model)
-        return list(self._tokenizer.encode(text))
 
     def _save(self) -> None:
         results.write(self.directory / RESULT, self.result)

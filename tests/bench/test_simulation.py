@@ -153,7 +153,12 @@ H200 = Rates(
 
 def throughput(placement: str, spec: str, requests: int, rates: Rates = H200) -> float:
     made = workloads.make(
-        workloads.parse(spec), num_requests=requests, vocab_size=workloads.ONE_TOKEN, max_model_len=8192, seed=0
+        workloads.parse(spec),
+        num_requests=requests,
+        vocab_size=workloads.ONE_TOKEN,
+        max_model_len=8192,
+        seed=0,
+        tokenize=workloads.tokenizer(""),
     )
     found = simulate(NodeCounts.parse(placement), rates, replace(made, max_concurrency=requests // 2))
     outputs = sum(map(metrics.output_tokens, found.run.outcomes))
@@ -179,7 +184,13 @@ def test_no_placement_is_faster_than_at_best() -> None:
 
 def test_the_same_run_has_the_same_bits() -> None:
     made = workloads.make(
-        workloads.parse("burstgpt"), num_requests=200, vocab_size=4, max_model_len=8192, seed=3, request_rate=50.0
+        workloads.parse("burstgpt"),
+        num_requests=200,
+        vocab_size=4,
+        max_model_len=8192,
+        seed=3,
+        tokenize=workloads.tokenizer(""),
+        request_rate=50.0,
     )
     first, again = (run("2p1d1c", made, H200) for _ in range(2))
     assert repr(first.run) == repr(again.run)
