@@ -10,7 +10,6 @@ nodes and clients share the machine's cores.
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import platform
@@ -19,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu
 from corun_bench.fake_node import DIRECT_METHOD
-from corun_bench.options import MAX_NODES, CapacityOptions
+from corun_bench.options import MAX_NODES, CapacityOptions, plain
 
 GOAL_MS = 5.0
 """The longest delay that a router may add, in milliseconds."""
@@ -96,7 +95,7 @@ def conditions(setup: CapacityOptions) -> dict[str, Any]:
     """Return the conditions of a measurement."""
     packages = ("grpcio", "protobuf", "uvloop")
     return {
-        **plain(setup),
+        **plain(setup, CapacityOptions),
         "engines": "fake",
         "cpus": len(os.sched_getaffinity(0)),
         "processor": cpu() or "unknown",
@@ -105,11 +104,6 @@ def conditions(setup: CapacityOptions) -> dict[str, Any]:
         "corun": corun.__version__,
         **{package: version(package) for package in packages},
     }
-
-
-def plain(setup: CapacityOptions) -> dict[str, Any]:
-    """Return the options as plain values, without those of a command."""
-    return {field.name: getattr(setup, field.name) for field in fields(CapacityOptions)}
 
 
 def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,7 +159,7 @@ def _load(
     """
     names = [f"client-{index}" for index in range(setup.client_processes)]
     for index, name in enumerate(names):
-        options = {"setup": plain(setup), "index": index, "method": method, "addresses": addresses}
+        options = {"setup": plain(setup, CapacityOptions), "index": index, "method": method, "addresses": addresses}
         options["output"] = str(processes.logs / f"{name}.json")
         processes.start(name, "corun_bench.load", json.dumps(options), stdin=subprocess.PIPE)
     for name in names:  # Python takes long to start where cores are few.
@@ -189,13 +183,9 @@ def _figures(
     errors = [error for result in results for error in result["errors"]]
     firsts = [first - sent for result in results for sent, first in result["first"] if began <= sent <= ended]
     total = {name: sum(result[name] for result in results) for name in ("calls", "tokens", "messages")}
-    delays, came = [], 0
-    for path in clients:
-        times = array.array("d", path.with_suffix(".times").read_bytes())
-        for at, delay in zip(times[::2], times[1::2], strict=True):
-            came += began <= at <= ended
-            if began <= at - delay <= ended:
-                delays.append(delay)
+    times = [time for result in results for time in result["times"]]
+    came = sum(began <= at <= ended for at, _ in times)
+    delays = [delay for at, delay in times if began <= at - delay <= ended]
     seconds = ended - began
     latency = quantiles(delays)  # Raises if nothing came.
     return {

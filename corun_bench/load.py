@@ -8,7 +8,6 @@ nodes.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import gc
 import itertools
@@ -49,7 +48,7 @@ class LoadResults:
     """A text for each sample that did not give all it should."""
     first: list[tuple[float, float]] = field(default_factory=list)
     """For each sample: when it was requested, and when its first token came."""
-    times: array.array[float] = field(default_factory=lambda: array.array("d"))
+    times: list[tuple[float, float]] = field(default_factory=list)
     """For each token: when it came, and how long it was on the way."""
 
 
@@ -67,9 +66,8 @@ class Load:
     """The closed loop of one process of several.
 
     index: the number of this process. method: the method of a stream for each sample; empty: the samples of a
-    connection share one. addresses: host:port of the routers, or of the fake nodes without a router.
-    output: the file of the results. A file beside it, .times, has two doubles per token: `LoadResults.times`. An empty
-    file beside it, .ready, says that the load begins.
+    connection share one. addresses: host:port of the routers, or of the fake nodes without a router. output: the file
+    of the results. An empty file beside it, .ready, says that the load begins.
     """
 
     def __init__(self, setup: CapacityOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
@@ -132,7 +130,7 @@ def _read(num_tokens: int, outcome: Outcome, results: LoadResults) -> str:
     codes = iter(outcome.logprobs)
     for at, count in outcome.arrivals:
         for code in itertools.islice(codes, count):
-            results.times.extend((at, age_s(code, at)))
+            results.times.append((at, age_s(code, at)))
     if len(outcome.token_ids) != num_tokens:
         return f"{len(outcome.token_ids)} of {num_tokens} tokens came; {outcome.error}"
     if any((after - before) % NUM_TOKENS != 1 for before, after in itertools.pairwise(outcome.token_ids)):
@@ -155,8 +153,7 @@ def main() -> None:
     gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     results = asyncio.run(_until_input_ends(load))
-    path.with_suffix(".times").write_bytes(results.times.tobytes())
-    path.write_text(json.dumps({**asdict(results), "times": None}))
+    path.write_text(json.dumps(asdict(results)))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -251,6 +251,11 @@ class PlanOptions:
         if not self.num_gpus and not self.placements and (math.isinf(self.request_rate) or not self.goodput):
             limit = "must be given, or request_rate and goodput, for which the fewest GPUs are sought"
             raise InvalidArgumentError("num_gpus", self.num_gpus, limit)
+
+
+def plain(options: Any, kind: type[Any]) -> dict[str, Any]:
+    """Return the options of a kind as plain values, without those that a command adds to them."""
+    return {field.name: getattr(options, field.name) for field in fields(kind)}
 
 
 def _check(name: str, value: int, least: int, most: int | None = None) -> None:
