@@ -123,7 +123,9 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         direct = path == "direct"
-        ports = _free_ports(setup.decode_nodes if direct else setup.processes)
+        ports: list[int] = []
+        while len(ports) < (setup.decode_nodes if direct else setup.processes):
+            ports += {free_port("127.0.0.1")} - {*ports}
         addresses = [f"127.0.0.1:{port}" for port in ports]
         nodes = [("direct" if direct else "decode", index) for index in range(setup.decode_nodes)]
         for index, port in enumerate(() if direct else ports):
@@ -141,13 +143,6 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             processes.terminate(name, END_S)  # The clients have ended.
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
         return {**_figures(setup, clients, (began, ended), used), "rss_mib": rss}
-
-
-def _free_ports(count: int) -> list[int]:
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port("127.0.0.1"))
-    return list(ports)
 
 
 def _load(

@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
@@ -24,7 +24,7 @@ import uvloop
 from corun.errors import CorunError
 from corun_bench.client import ClusterTarget, StreamTarget
 from corun_bench.driver import Outcome, Request
-from corun_bench.options import CapacityOptions
+from corun_bench.options import CapacityOptions, plain
 
 CONNECT_S = 60.0
 DRAIN_S = 120.0
@@ -153,7 +153,7 @@ def main() -> None:
     gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     results = asyncio.run(_until_input_ends(load))
-    path.write_text(json.dumps(asdict(results)))
+    path.write_text(json.dumps(plain(results, LoadResults)))
 
 
 if __name__ == "__main__":

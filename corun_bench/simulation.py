@@ -312,14 +312,13 @@ class _Cluster:
 
     def _pump(self) -> None:
         """Place samples in their order, until the first one has to wait."""
-        while self._queue and (pair := self._choose(self._queue[0].need)) is not None:
-            sample = self._queue.popleft()
+        while self._queue:
+            sample = self._queue[0]
+            pair = choose_pair(sample.need, self._decodes, self._prefills, lambda decode, prefill: True)
+            if pair is None:
+                return
             sample.decode, sample.prefill = pair
-            self._place(sample)
-
-    def _choose(self, need: Need) -> tuple[str, str] | None:
-        """Return the decode and the prefill node that the router would choose; all nodes are connected."""
-        return choose_pair(need, self._decodes, self._prefills, lambda decode, prefill: True)
+            self._place(self._queue.popleft())
 
     def _place(self, sample: _Sample) -> None:
         need, room, engine = sample.need, self._prefills[sample.prefill], self._engine_of[sample.prefill]
