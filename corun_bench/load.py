@@ -97,7 +97,7 @@ class Load:
             await stop.wait()
             await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
         finally:
-            await asyncio.gather(*(one.close() for one in targets))
+            await asyncio.gather(*(one.aclose() for one in targets))
         for target in targets:
             target.settle()
         results = LoadResults(calls=len(self.samples))

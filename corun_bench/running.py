@@ -9,7 +9,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,15 @@ ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
 class RunningSystem:
     """A system that is running and ready."""
 
-    system: System | None
-    """The system; None: a server that this benchmark did not start, of which only the target is known."""
     target: Target
-    slots: int
-    gpus: dict[str, int]
-    ready_s: float | None
-    """The time from the start of the first process until the system was ready, in seconds."""
-    processes: Processes
+    """What requests go to. No more is known of a server that this benchmark did not start."""
     settings: dict[str, Any]
+    system: System | None = None
+    slots: int = 0
+    gpus: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "total": 0})
+    ready_s: float | None = None
+    """The time from the start of the first process until the system was ready, in seconds."""
+    processes: Processes = field(default_factory=lambda: Processes(Path()))
     fingerprint: str = ""
     engines: list[Engine] = field(default_factory=list)
     nodes: Nodes | None = None
@@ -100,20 +100,8 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Runn
 @asynccontextmanager
 async def foreign(url: str, model: str) -> AsyncIterator[RunningSystem]:
     """Give a server with OpenAI's API to the block. model: empty for the first that it lists."""
-    target = OpenAiTarget(url, model=model)
-    await target.start()
-    try:
-        yield RunningSystem(
-            system=None,
-            target=target,
-            slots=0,
-            gpus={"prefill": 0, "decode": 0, "total": 0},
-            ready_s=None,
-            processes=Processes(Path()),
-            settings={"url": url},
-        )
-    finally:
-        await target.close()
+    async with OpenAiTarget(url, model=model).connected() as target:
+        yield RunningSystem(target=target, settings={"url": url})
 
 
 @asynccontextmanager
@@ -177,8 +165,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         facts = {
             one.node.ref.node_id: {"kv_blocks": one.node.kv_blocks, "slots": one.node.slots} for one in status.nodes
         }
-        target = ClusterTarget(nodes.address)
-        try:
+        async with aclosing(ClusterTarget(nodes.address)) as target:
             yield RunningSystem(
                 system=system,
                 target=target,
@@ -190,7 +177,5 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
                 fingerprint=status.fingerprint,
                 nodes=nodes,
             )
-        finally:
-            await target.close()
     finally:
         await asyncio.to_thread(nodes.stop)
