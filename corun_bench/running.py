@@ -35,6 +35,7 @@ ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
 class RunningSystem:
     """A system that is running and ready."""
 
+    name: str
     target: Target
     """What requests go to. No more is known of a server that this benchmark did not start."""
     settings: dict[str, Any]
@@ -47,6 +48,22 @@ class RunningSystem:
     fingerprint: str = ""
     engines: list[Engine] = field(default_factory=list)
     nodes: Nodes | None = None
+    sent: int = 0
+    """The number of requests that were sent to it."""
+
+    def described(self) -> dict[str, Any]:
+        """Return the system's part of a result file."""
+        return {
+            "system": self.name,
+            "gpus": self.gpus,
+            "slots": self.slots,
+            "handoff": None,
+            "pads": self.pads,
+            "ready_s": self.ready_s,
+            **self.memory(),
+            "fingerprint": self.fingerprint,
+            "settings": self.settings,
+        }
 
     @property
     def pads(self) -> bool:
@@ -63,8 +80,8 @@ class RunningSystem:
         gpus = conditions.gpu_memory(self.processes.owners()) if self.system else {}
         return {"memory": self.processes.memory(), "gpu_memory": gpus}
 
-    async def handoffs(self, at_least: int) -> dict[str, Any] | None:
-        """Return the cluster's KV reads since its start; wait a little until `at_least` of them are known."""
+    async def handoffs(self) -> dict[str, Any] | None:
+        """Return the cluster's KV reads since its start; wait a little until those of all requests are known."""
         if self.nodes is None:
             return None
         deadline = time.monotonic() + READS_KNOWN_S
@@ -72,7 +89,7 @@ class RunningSystem:
             status = await asyncio.to_thread(self.nodes.status)
             reads = [node.load.kv_reads for node in status.nodes] if status else []
             count = sum(read.count for read in reads)
-            if count >= at_least or time.monotonic() > deadline:
+            if count >= self.sent or time.monotonic() > deadline:
                 break
             await asyncio.sleep(POLL_S)
         seconds, size = sum(read.seconds for read in reads), sum(read.bytes for read in reads)
@@ -101,7 +118,7 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Runn
 async def foreign(url: str, model: str) -> AsyncIterator[RunningSystem]:
     """Give a server with OpenAI's API to the block. model: empty for the first that it lists."""
     async with OpenAiTarget(url, model=model).connected() as target:
-        yield RunningSystem(target=target, settings={"url": url})
+        yield RunningSystem(name=url, target=target, settings={"url": url})
 
 
 @asynccontextmanager
@@ -125,6 +142,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
         await ready(engines)
         prefill, decode = ([one for one in engines if one.settings.role == role] for role in ("prefill", "decode"))
         yield RunningSystem(
+            name=system.name,
             system=system,
             target=PlainProxy(prefill, decode) if system.kind in PAIRED else IndependentEngines(engines),
             slots=system.slots_on(machine) * (len(engines) - len(prefill)),
@@ -167,6 +185,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         }
         async with aclosing(ClusterTarget(nodes.address)) as target:
             yield RunningSystem(
+                name=system.name,
                 system=system,
                 target=target,
                 slots=sum(node.node.slots for node in status.nodes),
