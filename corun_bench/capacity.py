@@ -10,6 +10,7 @@ nodes and clients share the machine's cores.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -60,17 +61,14 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
     """
     setup.check()
     found = conditions(setup)
-    runs = [{path: _measure_path(setup, path) for path in paths_of(setup)} for _ in range(setup.repeats)]
+    wanted = [path for path in METHODS if path != "separate" or setup.separate]
+    runs = [{path: _measure_path(setup, path) for path in wanted} for _ in range(setup.repeats)]
     paths = {path: _together([run[path] for run in runs]) for path in runs[0]}
     delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
     added = {name: round(delays[name] - base[name], 3) for name in SHARES}
     errors = [error for run in runs for path in run.values() for error in path.pop("errors")]
     result = {"conditions": found, **paths, "added_ms": added, "goal_ms": GOAL_MS, "errors": errors[:5]}
     return {**result, "carried": is_carried(result), "runs": runs}
-
-
-def paths_of(setup: CapacityOptions) -> list[str]:
-    return [path for path in METHODS if path != "separate" or setup.separate]
 
 
 def search(setup: CapacityOptions) -> dict[str, Any]:
@@ -137,7 +135,9 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             options |= {"step_ms": setup.step_ms, "routers": addresses, "port": ports[index] if direct else 0}
             processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
         for address in () if direct else addresses:
-            _await_nodes(processes, address, 1 + setup.decode_nodes)
+            with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
+                what = f"router {address} does not use all nodes"
+                _await(processes, what, functools.partial(_are_ready, client, 1 + setup.decode_nodes))
         began, ended, used, rss = _load(setup, processes, METHODS[path], addresses)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
@@ -158,7 +158,7 @@ def _load(
         options["output"] = str(processes.logs / f"{name}.json")
         processes.start(name, "corun_bench.load", json.dumps(options), stdin=subprocess.PIPE)
     for name in names:  # Python takes long to start where cores are few.
-        _await_file(processes, f"{name}.ready")
+        _await(processes, f"{name} is not up", (processes.logs / f"{name}.ready").exists)
     processes.wait(setup.ramp_s + setup.warmup_s)
     began, before = time.monotonic(), _by_kind(processes.cpu_s())
     processes.wait(setup.seconds)
@@ -214,23 +214,17 @@ def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
     return found
 
 
-def _await_nodes(processes: Processes, address: str, number: int) -> None:
-    """Wait until a router uses this many nodes."""
+def _are_ready(client: Client, number: int) -> bool:
+    """Return whether a router uses this many nodes."""
+    return [node.state for node in client.get_cluster().nodes].count(NodeState.READY) >= number
+
+
+def _await(processes: Processes, trouble: str, is_so: Callable[[], bool]) -> None:
+    """Wait for something while all processes run. Raises UnavailableError with `trouble` if it takes too long."""
     deadline = time.monotonic() + START_S
-    with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
-        while time.monotonic() < deadline:
-            if [node.state for node in client.get_cluster().nodes].count(NodeState.READY) >= number:
-                return
-            processes.wait(0.1)
-    raise UnavailableError(f"router {address} does not use {number} nodes after {START_S:g} s")
-
-
-def _await_file(processes: Processes, name: str) -> None:
-    """Wait for the file by which a process says that it is up."""
-    deadline, path = time.monotonic() + START_S, processes.logs / name
-    while not path.exists():
+    while not is_so():
         if time.monotonic() > deadline:
-            raise UnavailableError(f"{path.stem} did not start within {START_S:g} s")
+            raise UnavailableError(f"{trouble} after {START_S:g} s")
         processes.wait(0.05)
 
 
