@@ -35,21 +35,6 @@ def test_burstgpt_is_read_by_the_names_of_its_columns(tmp_path: Path, text: str)
     assert read_burstgpt(tmp_path / "trace.csv", "GPT-4") == ([(417, 276)], 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "trace.csv:1: has no column 'Model', 'Request tokens', 'Response tokens'"),
-        (V1_1.replace("Response tokens", "Responses"), "trace.csv:1: has no column 'Response tokens'"),
-        (V1_1.replace("417", "four"), "trace.csv:4: needs numbers"),
-        (V1_1 + "130,GPT-4\n", "trace.csv:5: needs numbers"),
-    ],
-)
-def test_another_file_than_burstgpt_is_an_error_that_names_the_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(InvalidArgumentError) as raised:
-        read_burstgpt(write(tmp_path / "trace.csv", text))
-    assert message in str(raised.value)
-
-
 def test_sharegpt_pairs_the_first_human_turn_with_the_answer_to_it(tmp_path: Path) -> None:
     def talk(*turns: tuple[str, str]) -> dict[str, Any]:
         return {"id": "x", "conversations": [{"from": who, "value": said} for who, said in turns]}
@@ -80,19 +65,24 @@ EDIT = '{"code": "x", "change_request": "y", "norm_distance": 0}\n'
 
 
 @pytest.mark.parametrize(
-    ("read", "texts", "place"),
+    ("read", "text", "message"),
     [
-        (read_sharegpt, ("{", '{"id": 1}', "[3]", '[{"conversations": 3}]', TALK), "data.json"),
-        (
-            read_blazedit,
-            (EDIT + "nonsense", EDIT + "[]", EDIT + '{"code": "x"}', EDIT + EDIT.replace('"x"', "1")),
-            ":2",
-        ),
+        (read_burstgpt, "", "data:1: has no column 'Model', 'Request tokens', 'Response tokens'"),
+        (read_burstgpt, V1_1.replace("Response tokens", "Responses"), "data:1: has no column 'Response tokens'"),
+        (read_burstgpt, V1_1.replace("417", "four"), "data:4: needs numbers"),
+        (read_burstgpt, V1_1 + "130,GPT-4\n", "data:5: needs numbers"),
+        (read_sharegpt, "{", "data: is not JSON"),
+        (read_sharegpt, '{"id": 1}', "data: must be a JSON list"),
+        (read_sharegpt, "[3]", "data:1: needs"),
+        (read_sharegpt, '[{"conversations": 3}]', "data:1: needs"),
+        (read_sharegpt, TALK, 'data:1: needs text in "value"'),
+        (read_blazedit, EDIT + "nonsense", "data:2: is not JSON"),
+        (read_blazedit, EDIT + "[]", "data:2: needs code, change_request, norm_distance"),
+        (read_blazedit, EDIT + '{"code": "x"}', "data:2: needs code, change_request, norm_distance"),
+        (read_blazedit, EDIT + EDIT.replace('"x"', "1"), "data:2: needs text in code"),
     ],
 )
-def test_another_file_is_an_error_that_names_the_place(
-    tmp_path: Path, read: Any, texts: tuple[str, ...], place: str
-) -> None:
-    for text in texts:
-        with pytest.raises(InvalidArgumentError, match=place):
-            read(write(tmp_path / "data.json", text))
+def test_another_file_is_an_error_that_names_the_line(tmp_path: Path, read: Any, text: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        read(write(tmp_path / "data", text))
+    assert message in str(raised.value)

@@ -1,10 +1,9 @@
-"""Metrics: vLLM's definitions, checked against numpy and by hand, and every run gives JSON without NaN."""
+"""Metrics: vLLM's definitions, checked by hand, and every run gives JSON without NaN."""
 
 from __future__ import annotations
 
 import json
 import math
-import random
 from typing import Any
 
 import numpy as np
@@ -48,11 +47,13 @@ def summary(*outcomes: Outcome, **options: Any) -> dict[str, Any]:
 
 
 def test_latencies_of_one_request_by_hand() -> None:
-    found = summary(outcome(0, [1.5, 2.0, 3.0], sent=1.0))
+    found = summary(outcome(0, [1.5, 2.0, 3.0], sent=1.0), percentiles=(50, 99, 99.9))
     assert found["mean_ttft_ms"] == pytest.approx(500)
     assert found["mean_tpot_ms"] == pytest.approx(750)
     assert found["mean_itl_ms"] == pytest.approx(750)
     assert found["p99_itl_ms"] == pytest.approx(995)
+    assert found["p99.9_itl_ms"] == pytest.approx(999.5)
+    assert found["std_itl_ms"] == pytest.approx(250)
     assert found["mean_e2el_ms"] == pytest.approx(2000)
     assert (found["ttfts"], found["tpots"]) == ([500.0], [750.0])
 
@@ -70,19 +71,6 @@ def test_throughput_counts_what_was_completed() -> None:
     assert spread_out["input_tokens_per_s_per_prefill_gpu"] == 10.0
     assert spread_out["output_tokens_per_s_per_decode_gpu"] == 0.25
     assert spread_out["output_tokens_per_s_per_gpu"] == 0.2
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 100, 101])
-def test_statistics_are_those_of_numpy(count: int) -> None:
-    draw = random.Random(count)
-    ttfts = [draw.expovariate(1.0) for _ in range(count)]
-    found = summary(*(outcome(i, [at, at + 1]) for i, at in enumerate(ttfts)), percentiles=(50, 99, 99.9))
-    values = np.array(ttfts) * 1000
-    assert found["mean_ttft_ms"] == pytest.approx(values.mean())
-    assert found["std_ttft_ms"] == pytest.approx(values.std(), abs=1e-9)
-    assert found["median_ttft_ms"] == pytest.approx(np.median(values))
-    for percent in (50, 99, 99.9):
-        assert found[f"p{percent}_ttft_ms"] == pytest.approx(np.percentile(values, percent))
 
 
 def test_peaks_are_of_seconds_since_the_first_was_sent() -> None:
