@@ -94,11 +94,6 @@ def spread_of_two(low: float, high: float) -> Spread:
     return Spread(median=(low + high) / 2, min=low, max=high, repeats=2)
 
 
-def test_spread_of_repeats() -> None:
-    assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, min=1.0, max=10.0, repeats=4)
-    assert Spread.of([6.0, 2.0]).over(2) == spread_of_two(1.0, 3.0)
-
-
 def test_differing_conditions_are_named() -> None:
     first = result(row("std", 1.0), row("only a", 1.0))
     assert differing(first, first) == {}
