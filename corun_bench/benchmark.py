@@ -32,7 +32,7 @@ from corun_bench.client import OpenAiTarget
 from corun_bench.driver import Run, Workload, drive
 from corun_bench.engines import IndependentEngines, PlainProxy
 from corun_bench.nodes import has_gpu
-from corun_bench.options import RESULT, BenchOptions, check_options, output_directory
+from corun_bench.options import RESULT, BenchOptions, output_directory
 from corun_bench.running import RunningSystem, foreign, up
 from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
 
@@ -53,7 +53,7 @@ PROGRESS_S = 15.0
 
 def run(options: BenchOptions) -> int:
     """Return 0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
-    check_options(options)
+    options.check()
     machine = _machine(options)
     systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
     for system in systems:

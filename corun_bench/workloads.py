@@ -179,7 +179,7 @@ def make(
 
     What had to be changed is logged: requests that were cut, records left out, prompts used again. An infinite
     `request_rate` is a closed loop. `tokenize` gets raw text: no chat template is applied. The numbers are those of
-    checked options (`corun_bench.options.check_options`). Raises InvalidArgumentError for a file of another shape.
+    checked options (`corun_bench.options`). Raises InvalidArgumentError for a file of another shape.
     """
     maker = _Maker(spec, vocab_size, seed, tokenize)
     made = maker.samples(spec.prompts or num_requests)
