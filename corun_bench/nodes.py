@@ -345,11 +345,3 @@ def environment(**values: str | None) -> Iterator[None]:
 def has_gpu() -> bool:
     """Return whether there is an NVIDIA driver, without loading torch."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-
-
-def after(seconds: float, act: Callable[[], None]) -> threading.Timer:
-    """Call `act` in a thread after this many seconds unless it is cancelled; the thread keeps no process alive."""
-    timer = threading.Timer(max(0.0, seconds), act)
-    timer.daemon = True
-    timer.start()
-    return timer
