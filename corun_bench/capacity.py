@@ -90,7 +90,6 @@ def is_carried(result: Mapping[str, Any]) -> bool:
 
 
 def conditions(setup: CapacityOptions) -> dict[str, Any]:
-    """Return the conditions of a measurement."""
     packages = ("grpcio", "protobuf", "uvloop")
     return {
         **plain(setup, CapacityOptions),
@@ -117,7 +116,6 @@ def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
-    """Measure one path of `METHODS`."""
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         direct = path == "direct"

@@ -67,7 +67,6 @@ class ClusterTarget(Target):
             raise from_rpc_error(error) from error
 
     def responses(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse | bytes, None]:
-        """Send a request and yield its responses."""
         return self._outputs.generate(message, Deadline(TIMEOUT_S))
 
     @cached_property

@@ -42,7 +42,6 @@ class Workload:
     """The workload's name, as in "in=512,out=256", "burstgpt", "rl=32x8"."""
     requests: tuple[Request, ...]
     max_concurrency: int = 256
-    """The most requests in flight."""
     request_rate: float = math.inf
     """Requests a second of an open loop; inf: a closed loop."""
 

@@ -42,7 +42,6 @@ examples/online_serving/disaggregated_prefill)."""
 
 
 def sampling(request: Request, *, logprobs: bool) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for a request."""
     found: dict[str, Any] = {"temperature": TEMPERATURE, "seed": request.seed, "max_tokens": request.max_tokens}
     return found | ({"logprobs": 0} if logprobs else {})
 
@@ -93,7 +92,6 @@ class Engine:
         self._processes.note(self.name)
 
     async def forget(self) -> None:
-        """Empty the engine's prefix cache."""
         await self._send("forget")
         await self._answer("forgot", time.monotonic() + ANSWER_S)
 
@@ -126,7 +124,6 @@ class Engine:
             self._streams.pop(request_id, None)
 
     async def stop(self) -> None:
-        """End the process and all that it started."""
         with suppress(subprocess.TimeoutExpired, UnavailableError):
             await self._send("stop")
             await asyncio.to_thread(self._processes.running[self.name].wait, STOP_S)

@@ -456,7 +456,6 @@ class Chart:
     workload: str
     """The workload that it shows, if it shows one of several."""
     svg: str
-    """The figure as part of a page."""
     paths: list[Path]
 
 

@@ -49,7 +49,6 @@ class RunningSystem:
     engines: list[Engine] = field(default_factory=list)
     nodes: Nodes | None = None
     sent: int = 0
-    """The number of requests that were sent to it."""
 
     def described(self) -> dict[str, Any]:
         """Return the system's part of a result file."""

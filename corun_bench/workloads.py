@@ -80,7 +80,6 @@ class Spec:
     prompts: int = 0
     """Prompts of a rollout; 0: as many as there are requests."""
     samples: int = 1
-    """Samples of each prompt."""
     model: str = ""
     """BurstGPT: rows of this model only; empty: all rows."""
 
