@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import cached_property
 from typing import Any
@@ -53,7 +54,7 @@ class ClusterTarget(Target):
         self.channel = channel(address)
         self._received: list[tuple[Outcome, list[Received]]] = []
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
         params = SamplingParams(
             temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
         )
@@ -62,7 +63,7 @@ class ClusterTarget(Target):
         self._received.append((outcome, received))
         try:
             async with aclosing(self.responses(message)) as responses:
-                received.extend([(clock(), response) async for response in responses])
+                received.extend([(time.monotonic(), response) async for response in responses])
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -156,7 +157,7 @@ class OpenAiTarget(Target):
         except (ValueError, LookupError, TypeError) as error:
             raise UnavailableError(f"{where} lists no model") from error
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(request.prompt_token_ids),
@@ -176,7 +177,7 @@ class OpenAiTarget(Target):
                     raise UnavailableError(_shown(f"HTTP {response.status}: {_message(await response.read())}"))
                 async for line in response.content:
                     if line.startswith(b"data:"):  # Other lines are empty, comments, or fields that are not used here.
-                        answer.take(line[5:].strip(), clock())
+                        answer.take(line[5:].strip(), time.monotonic())
             answer.finish(request.max_tokens)
         except asyncio.TimeoutError:  # Before OSError, which it is in some versions of Python.
             raise DeadlineError(f"no end after {TIMEOUT_S:g} s") from None

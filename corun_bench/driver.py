@@ -1,7 +1,7 @@
 """The client loop: it sends a workload's requests, closed or open loop, and records what comes back and when.
 
-All systems share this loop. It must not know what a system is: a `Target` streams one request. Times are seconds on the
-client's monotonic clock since the run began, taken where the client receives a message.
+All systems share this loop. It must not know what a system is: a `Target` streams one request. Times are taken with
+`time.monotonic` where the client receives a message; those of a `Run` are seconds since it began.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Target(ABC):
     """A system that is up."""
 
     @abstractmethod
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
         """Draw one sample; fill in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
 
     def settle(self) -> None:  # noqa: B027
@@ -108,21 +108,17 @@ async def drive(
         Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)) for request in workload.requests
     ]
     pairs = list(zip(workload.requests, outcomes, strict=True))
-    began = 0.0
-
-    def clock() -> float:
-        return time.perf_counter() - began
 
     async def one(request: Request, outcome: Outcome) -> None:
-        outcome.sent_s = clock()
-        drawing = target.run(request, outcome, logprobs=logprobs, clock=clock)
+        outcome.sent_s = time.monotonic()
+        drawing = target.run(request, outcome, logprobs=logprobs)
         try:
-            await asyncio.wait_for(drawing, max(0.001, timeout_s - outcome.sent_s))
+            await asyncio.wait_for(drawing, max(0.001, began + timeout_s - outcome.sent_s))
         except asyncio.TimeoutError:
             outcome.error = f"not done {timeout_s:g} s after the run began"
         except CorunError as error:
             outcome.error = f"{type(error).__name__}: {error}"
-        outcome.done_s = clock()
+        outcome.done_s = time.monotonic()
         on_done()
 
     async def work(waiting: Iterator[tuple[Request, Outcome]]) -> None:
@@ -131,14 +127,14 @@ async def drive(
             await one(request, outcome)
 
     async def send_at(request: Request, outcome: Outcome, gate: asyncio.Semaphore) -> None:
-        await asyncio.sleep(request.arrival_s - clock())
+        await asyncio.sleep(began + request.arrival_s - time.monotonic())
         async with gate:
             await one(request, outcome)
 
     await target.forget()
     gc.disable()  # Everything that comes back is kept, and a search through it would stall the loop.
     try:
-        began = time.perf_counter()
+        began = time.monotonic()
         if workload.is_open:
             gate = asyncio.Semaphore(workload.max_concurrency)
             await asyncio.gather(*(send_at(request, outcome, gate) for request, outcome in pairs))
@@ -149,6 +145,9 @@ async def drive(
         gc.enable()
     target.settle()
     for request, outcome in pairs:
+        outcome.sent_s -= began
+        outcome.done_s -= began
+        outcome.arrivals = [(at - began, count) for at, count in outcome.arrivals]
         came = sum(count for _, count in outcome.arrivals)
         if not outcome.error and came != request.max_tokens:
             outcome.error = f"{came} of {request.max_tokens} tokens came"

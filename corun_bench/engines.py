@@ -11,7 +11,6 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -50,7 +49,6 @@ class Stream(NamedTuple):
     """A request in an engine."""
 
     outcome: Outcome
-    clock: Callable[[], float]
     done: asyncio.Future[dict[str, Any] | None]
     """Resolves when the request ends: to the transfer parameters that the engine gave, or to an error."""
 
@@ -106,11 +104,10 @@ class Engine:
         prompt: tuple[int, ...],
         sampling: dict[str, Any],
         outcome: Outcome,
-        clock: Callable[[], float],
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Run one request to its end; return the transfer parameters of a prefill."""
-        stream = self._streams[request_id] = Stream(outcome, clock, asyncio.get_running_loop().create_future())
+        stream = self._streams[request_id] = Stream(outcome, asyncio.get_running_loop().create_future())
         self.in_flight += 1
         try:
             await self._send("start", request_id, prompt, sampling, transfer)
@@ -156,7 +153,7 @@ class Engine:
             if (stream := self._streams.get(request_id)) is None:
                 continue
             if tokens:
-                now = stream.clock() if now is None else now
+                now = time.monotonic() if now is None else now
                 stream.outcome.arrivals.append((now, len(tokens)))
                 stream.outcome.token_ids += tokens
                 if logprobs is not None:
@@ -198,9 +195,9 @@ class IndependentEngines(Target):
         self.engines = engines
         self._names = (f"r{number}" for number in itertools.count(1))
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
         parameters = sampling(request, logprobs=logprobs)
-        await least_busy(self.engines).draw(next(self._names), request.prompt_token_ids, parameters, outcome, clock)
+        await least_busy(self.engines).draw(next(self._names), request.prompt_token_ids, parameters, outcome)
 
     async def forget(self) -> None:
         for engine in self.engines:
@@ -214,14 +211,14 @@ class PlainProxy(IndependentEngines):
         super().__init__([*prefill, *decode])
         self._prefill, self._decode = prefill, decode
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
         name, prompt = next(self._names), request.prompt_token_ids
         parameters = sampling(request, logprobs=logprobs)
         # The client does not get prefill's token: decode draws the first token again.
         unused = Outcome(index=outcome.index, num_prompt_tokens=outcome.num_prompt_tokens)
         first = {**parameters, "max_tokens": 1}
         prefill = least_busy(self._prefill)
-        transfer = await prefill.draw(name, prompt, first, unused, clock, dict(REMOTE_DECODE))
+        transfer = await prefill.draw(name, prompt, first, unused, dict(REMOTE_DECODE))
         if transfer is None:
             raise InternalError(f"{prefill.name} gave no transfer parameters")
-        await least_busy(self._decode).draw(name, prompt, parameters, outcome, clock, transfer)
+        await least_busy(self._decode).draw(name, prompt, parameters, outcome, transfer)

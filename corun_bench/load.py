@@ -117,7 +117,7 @@ class Load:
         outcome = Outcome(index=index, num_prompt_tokens=len(prompt), sent_s=time.monotonic())
         self.samples.append((num_tokens, outcome))
         try:
-            await target.run(request, outcome, logprobs=True, clock=time.monotonic)
+            await target.run(request, outcome, logprobs=True)
         except CorunError as error:
             outcome.error = str(error)
 

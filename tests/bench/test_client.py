@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ async def measured(target: Target, max_tokens: int = 8, *, logprobs: bool = Fals
     request = Request(index=0, prompt_token_ids=PROMPT, max_tokens=max_tokens, seed=seed)
     outcome = Outcome(index=0, num_prompt_tokens=len(PROMPT))
     try:
-        await target.run(request, outcome, logprobs=logprobs, clock=time.monotonic)
+        await target.run(request, outcome, logprobs=logprobs)
     except CorunError as error:
         outcome.error = str(error)
     return outcome
