@@ -39,7 +39,7 @@ class RunningSystem:
     target: Target
     """What requests go to. No more is known of a server that this benchmark did not start."""
     settings: dict[str, Any]
-    system: System | None = None
+    pads: bool = False
     slots: int = 0
     gpus: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "total": 0})
     ready_s: float | None = None
@@ -64,10 +64,6 @@ class RunningSystem:
             "settings": self.settings,
         }
 
-    @property
-    def pads(self) -> bool:
-        return self.system is not None and self.system.pads
-
     def check(self) -> None:
         """Raise UnavailableError if a process of the system has ended, or an engine has died in its process."""
         self.processes.check()
@@ -76,7 +72,7 @@ class RunningSystem:
 
     def memory(self) -> dict[str, Any]:
         """Return the resident memory of each process with all that it started, and the memory of each GPU, in MiB."""
-        gpus = conditions.gpu_memory(self.processes.owners()) if self.system else {}
+        gpus = conditions.gpu_memory(self.processes.owners()) if self.processes.running else {}
         return {"memory": self.processes.memory(), "gpu_memory": gpus}
 
     async def handoffs(self) -> dict[str, Any] | None:
@@ -142,7 +138,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
         prefill, decode = ([one for one in engines if one.settings.role == role] for role in ("prefill", "decode"))
         yield RunningSystem(
             name=system.name,
-            system=system,
+            pads=system.pads,
             target=PlainProxy(prefill, decode) if system.kind in PAIRED else IndependentEngines(engines),
             slots=system.slots_on(machine) * (len(engines) - len(prefill)),
             gpus=system.gpus(machine),
@@ -185,7 +181,6 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         async with aclosing(ClusterTarget(nodes.address)) as target:
             yield RunningSystem(
                 name=system.name,
-                system=system,
                 target=target,
                 slots=sum(node.node.slots for node in status.nodes),
                 gpus=system.gpus(machine),

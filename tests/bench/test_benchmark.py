@@ -45,7 +45,7 @@ def over(monkeypatch: pytest.MonkeyPatch, **targets: Target) -> None:
             raise UnavailableError("it does not start\nits log")
         target = targets[system.name]
         engines = getattr(target, "engines", [])
-        yield FakeRunning(name=system.name, target=target, settings={}, system=system, slots=4, engines=engines)
+        yield FakeRunning(name=system.name, target=target, settings={}, pads=system.pads, slots=4, engines=engines)
 
     monkeypatch.setattr(benchmark, "up", up)
 
