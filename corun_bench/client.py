@@ -26,7 +26,7 @@ from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
-from corun_bench.driver import Outcome, Request, Target
+from corun_bench.driver import Outcome, Target
 from corun_bench.systems import TEMPERATURE
 
 TIMEOUT_S = 3600.0
@@ -54,7 +54,8 @@ class ClusterTarget(Target):
         self.channel = channel(address)
         self._received: list[tuple[Outcome, list[Received]]] = []
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        request = outcome.request
         params = SamplingParams(
             temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
         )
@@ -157,7 +158,8 @@ class OpenAiTarget(Target):
         except (ValueError, LookupError, TypeError) as error:
             raise UnavailableError(f"{where} lists no model") from error
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        request = outcome.request
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(request.prompt_token_ids),

@@ -54,8 +54,7 @@ class Workload:
 class Outcome:
     """The outcome of one request."""
 
-    index: int
-    num_prompt_tokens: int
+    request: Request
     sent_s: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """When each message with tokens came, and how many tokens it held."""
@@ -66,6 +65,10 @@ class Outcome:
     """Why the request failed; empty if it got all its tokens."""
     done_s: float = 0.0
     """The time at which the request ended, successfully or not."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,8 +85,8 @@ class Target(ABC):
     """A system that is up."""
 
     @abstractmethod
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
-        """Draw one sample; fill in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        """Draw the sample of a request: fill in its outcome, with logprobs if wanted. Raises CorunError if it fails."""
 
     def settle(self) -> None:  # noqa: B027
         """Fill in what `run` put off so that it takes no time from a request.
@@ -104,14 +107,11 @@ async def drive(
     on_done: Callable[[], None] = lambda: None,
 ) -> Run:
     """Run a workload once. A request that fails, or is not done `timeout_s` after the start, has an error."""
-    outcomes = [
-        Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)) for request in workload.requests
-    ]
-    pairs = list(zip(workload.requests, outcomes, strict=True))
+    outcomes = [Outcome(request=request) for request in workload.requests]
 
-    async def one(request: Request, outcome: Outcome) -> None:
+    async def one(outcome: Outcome) -> None:
         outcome.sent_s = time.monotonic()
-        drawing = target.run(request, outcome, logprobs=logprobs)
+        drawing = target.run(outcome, logprobs=logprobs)
         try:
             await asyncio.wait_for(drawing, max(0.001, began + timeout_s - outcome.sent_s))
         except asyncio.TimeoutError:
@@ -121,15 +121,15 @@ async def drive(
         outcome.done_s = time.monotonic()
         on_done()
 
-    async def work(waiting: Iterator[tuple[Request, Outcome]]) -> None:
+    async def work(waiting: Iterator[Outcome]) -> None:
         """Send the next request when one ends (paper, Section V)."""
-        for request, outcome in waiting:
-            await one(request, outcome)
+        for outcome in waiting:
+            await one(outcome)
 
-    async def send_at(request: Request, outcome: Outcome, gate: asyncio.Semaphore) -> None:
-        await asyncio.sleep(began + request.arrival_s - time.monotonic())
+    async def send_at(outcome: Outcome, gate: asyncio.Semaphore) -> None:
+        await asyncio.sleep(began + outcome.request.arrival_s - time.monotonic())
         async with gate:
-            await one(request, outcome)
+            await one(outcome)
 
     await target.forget()
     gc.disable()  # Everything that comes back is kept, and a search through it would stall the loop.
@@ -137,19 +137,19 @@ async def drive(
         began = time.monotonic()
         if workload.is_open:
             gate = asyncio.Semaphore(workload.max_concurrency)
-            await asyncio.gather(*(send_at(request, outcome, gate) for request, outcome in pairs))
+            await asyncio.gather(*(send_at(outcome, gate) for outcome in outcomes))
         else:
-            waiting = iter(pairs)
-            await asyncio.gather(*(work(waiting) for _ in range(min(workload.max_concurrency, len(pairs)))))
+            waiting = iter(outcomes)
+            await asyncio.gather(*(work(waiting) for _ in range(min(workload.max_concurrency, len(outcomes)))))
     finally:
         gc.enable()
     target.settle()
-    for request, outcome in pairs:
+    for outcome in outcomes:
         outcome.sent_s -= began
         outcome.done_s -= began
         outcome.arrivals = [(at - began, count) for at, count in outcome.arrivals]
         came = sum(count for _, count in outcome.arrivals)
-        if not outcome.error and came != request.max_tokens:
-            outcome.error = f"{came} of {request.max_tokens} tokens came"
+        if not outcome.error and came != (wanted := outcome.request.max_tokens):
+            outcome.error = f"{came} of {wanted} tokens came"
     duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
     return Run(outcomes=outcomes, duration_s=duration_s)

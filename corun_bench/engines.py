@@ -101,16 +101,15 @@ class Engine:
     async def draw(
         self,
         request_id: str,
-        prompt: tuple[int, ...],
-        sampling: dict[str, Any],
         outcome: Outcome,
+        sampling: dict[str, Any],
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Run one request to its end; return the transfer parameters of a prefill."""
         stream = self._streams[request_id] = Stream(outcome, asyncio.get_running_loop().create_future())
         self.in_flight += 1
         try:
-            await self._send("start", request_id, prompt, sampling, transfer)
+            await self._send("start", request_id, outcome.request.prompt_token_ids, sampling, transfer)
             return await stream.done
         except asyncio.CancelledError:
             with suppress(UnavailableError):
@@ -195,9 +194,9 @@ class IndependentEngines(Target):
         self.engines = engines
         self._names = (f"r{number}" for number in itertools.count(1))
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
-        parameters = sampling(request, logprobs=logprobs)
-        await least_busy(self.engines).draw(next(self._names), request.prompt_token_ids, parameters, outcome)
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        parameters = sampling(outcome.request, logprobs=logprobs)
+        await least_busy(self.engines).draw(next(self._names), outcome, parameters)
 
     async def forget(self) -> None:
         for engine in self.engines:
@@ -211,14 +210,13 @@ class PlainProxy(IndependentEngines):
         super().__init__([*prefill, *decode])
         self._prefill, self._decode = prefill, decode
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
-        name, prompt = next(self._names), request.prompt_token_ids
-        parameters = sampling(request, logprobs=logprobs)
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        name, parameters = next(self._names), sampling(outcome.request, logprobs=logprobs)
         # The client does not get prefill's token: decode draws the first token again.
-        unused = Outcome(index=outcome.index, num_prompt_tokens=outcome.num_prompt_tokens)
+        unused = Outcome(request=outcome.request)
         first = {**parameters, "max_tokens": 1}
         prefill = least_busy(self._prefill)
-        transfer = await prefill.draw(name, prompt, first, unused, dict(REMOTE_DECODE))
+        transfer = await prefill.draw(name, unused, first, dict(REMOTE_DECODE))
         if transfer is None:
             raise InternalError(f"{prefill.name} gave no transfer parameters")
-        await least_busy(self._decode).draw(name, prompt, parameters, outcome, transfer)
+        await least_busy(self._decode).draw(name, outcome, parameters, transfer)

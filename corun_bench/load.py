@@ -71,8 +71,7 @@ class Load:
     """
 
     def __init__(self, setup: CapacityOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
-        self.samples: list[tuple[int, Outcome]] = []
-        """The number of tokens that were requested of each sample, and what came, on the monotonic clock."""
+        self.samples: list[Outcome] = []
         self._setup, self._output = setup, Path(output)
         self._concurrency = setup.samples // setup.client_processes
         self._concurrency += index < setup.samples % setup.client_processes
@@ -101,7 +100,7 @@ class Load:
         for target in targets:
             target.settle()
         results = LoadResults(calls=len(self.samples))
-        results.errors = [error for sample in self.samples if (error := _read(*sample, results))]
+        results.errors = [error for sample in self.samples if (error := _read(sample, results))]
         return results
 
     async def _work(self, place: int, target: ClusterTarget, stop: asyncio.Event) -> None:
@@ -114,15 +113,15 @@ class Load:
         prompt = tuple(FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._setup.prompt_tokens))
         index = len(self.samples)
         request = Request(index=index, prompt_token_ids=prompt, max_tokens=num_tokens, seed=index)
-        outcome = Outcome(index=index, num_prompt_tokens=len(prompt), sent_s=time.monotonic())
-        self.samples.append((num_tokens, outcome))
+        outcome = Outcome(request=request, sent_s=time.monotonic())
+        self.samples.append(outcome)
         try:
-            await target.run(request, outcome, logprobs=True)
+            await target.run(outcome, logprobs=True)
         except CorunError as error:
             outcome.error = str(error)
 
 
-def _read(num_tokens: int, outcome: Outcome, results: LoadResults) -> str:
+def _read(outcome: Outcome, results: LoadResults) -> str:
     """Add the outcome of a sample to the results; return what is wrong with it, or an empty text."""
     results.messages += len(outcome.arrivals)
     results.tokens += len(outcome.token_ids)
@@ -131,8 +130,8 @@ def _read(num_tokens: int, outcome: Outcome, results: LoadResults) -> str:
     for at, count in outcome.arrivals:
         for code in itertools.islice(codes, count):
             results.times.append((at, age_s(code, at)))
-    if len(outcome.token_ids) != num_tokens:
-        return f"{len(outcome.token_ids)} of {num_tokens} tokens came; {outcome.error}"
+    if len(outcome.token_ids) != (wanted := outcome.request.max_tokens):
+        return f"{len(outcome.token_ids)} of {wanted} tokens came; {outcome.error}"
     if any((after - before) % NUM_TOKENS != 1 for before, after in itertools.pairwise(outcome.token_ids)):
         return "its tokens are not of one step after the other"
     return outcome.error

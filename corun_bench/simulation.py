@@ -115,7 +115,6 @@ class NodeCounts:
 class _Sample:
     """A request on its way."""
 
-    request: Request
     outcome: Outcome
     need: Need
     decode: str = ""
@@ -170,7 +169,8 @@ class Engine:
         while self.line and self.rows < self.rates.slots:
             sample = self.line.popleft()
             self.rows += 1
-            heapq.heappush(self.ends, (self.decode_steps + sample.request.max_tokens, sample.request.index, sample))
+            request = sample.outcome.request
+            heapq.heappush(self.ends, (self.decode_steps + request.max_tokens, request.index, sample))
             entered.append(sample)
         if not self.rows and not self.prompts:
             return None
@@ -257,8 +257,7 @@ class _Cluster:
                 self._add(Engine(f"{letter}{number}", kind, rates), kv_blocks)
         self._samples = [
             _Sample(
-                request=request,
-                outcome=Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)),
+                outcome=Outcome(request=request),
                 need=Need(
                     num_prompt=len(request.prompt_token_ids),
                     max_tokens=request.max_tokens,
@@ -383,8 +382,8 @@ class _Cluster:
 
     def _finish(self, sample: _Sample) -> None:
         outcome = sample.outcome
-        if sample.request.max_tokens > 1:
-            outcome.arrivals.append((self._now, sample.request.max_tokens - 1))
+        if outcome.request.max_tokens > 1:
+            outcome.arrivals.append((self._now, outcome.request.max_tokens - 1))
         outcome.done_s = self._now
         self._decodes[sample.decode].give(sample.need)
         if (following := next(self._unsent, None)) is not None:

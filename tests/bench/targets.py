@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corun.errors import CorunError
-from corun_bench.driver import Outcome, Request, Target
+from corun_bench.driver import Outcome, Target
 
 
 @dataclass
@@ -28,7 +28,8 @@ class FakeTarget(Target):
     forgotten: int = 0
     settled: int = 0
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool) -> None:
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        request = outcome.request
         self.started.append(request.index)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -71,9 +72,8 @@ class FakeEngine:
     async def draw(
         self,
         request_id: str,
-        prompt: tuple[int, ...],
-        sampling: dict[str, Any],
         outcome: Outcome,
+        sampling: dict[str, Any],
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         self.asked.append((request_id, sampling, transfer))

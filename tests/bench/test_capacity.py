@@ -15,7 +15,7 @@ from corun_bench import capacity
 from corun_bench.capacity import _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
-from corun_bench.driver import Outcome
+from corun_bench.driver import Outcome, Request
 from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
 from corun_bench.load import Load, LoadResults, _read, age_s, time_code
 from corun_bench.options import CapacityOptions
@@ -127,8 +127,9 @@ def test_a_token_says_when_it_was_emitted_in_bits_that_fp32_keeps() -> None:
         code = time_code(at)
         assert struct.unpack("<f", struct.pack("<f", code))[0] == code
         assert age_s(code, at + 150.0) == pytest.approx(150.0, abs=2e-5)
-    skipped = Outcome(index=0, num_prompt_tokens=1, arrivals=[(0.0, 2)], token_ids=[1, 3], logprobs=[-1.0, -2.0])
-    assert _read(2, skipped, LoadResults()) == "its tokens are not of one step after the other"
+    request = Request(index=0, prompt_token_ids=(1,), max_tokens=2, seed=0)
+    skipped = Outcome(request=request, arrivals=[(0.0, 2)], token_ids=[1, 3], logprobs=[-1.0, -2.0])
+    assert _read(skipped, LoadResults()) == "its tokens are not of one step after the other"
 
 
 def test_quantiles_are_of_what_came() -> None:

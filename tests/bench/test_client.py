@@ -28,9 +28,9 @@ PROMPT = (5, 6, 7)
 
 async def measured(target: Target, max_tokens: int = 8, *, logprobs: bool = False, seed: int = 1) -> Outcome:
     request = Request(index=0, prompt_token_ids=PROMPT, max_tokens=max_tokens, seed=seed)
-    outcome = Outcome(index=0, num_prompt_tokens=len(PROMPT))
+    outcome = Outcome(request=request)
     try:
-        await target.run(request, outcome, logprobs=logprobs)
+        await target.run(outcome, logprobs=logprobs)
     except CorunError as error:
         outcome.error = str(error)
     return outcome
@@ -89,7 +89,7 @@ async def test_the_gateway_and_the_router_are_measured_token_by_token(model: str
         outcomes = [await measured(one, 20, logprobs=True, seed=7) for one in (target, router)]
         router.settle()
         assert "max_tokens = 600" in (await measured(router, 600)).error
-        forged = Outcome(index=0, num_prompt_tokens=3)
+        forged = Outcome(request=outcomes[0].request)
         message = pb.GenerateResponse(token_ids=[1], logprobs=[-1.0])
         message.receipt.output_digest = "0" * 64
         router._received.append((forged, [(0.0, message.SerializeToString())]))

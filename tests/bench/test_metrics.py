@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun_bench.driver import Outcome, Run
+from corun_bench.driver import Outcome, Request, Run
 from corun_bench.metrics import (
     MAX_BINS,
     MIN_BINS,
@@ -24,6 +24,10 @@ from corun_bench.metrics import (
 ONE_EACH = {"prefill": 1, "decode": 1, "total": 2}
 
 
+def request(index: int, num_prompt_tokens: int) -> Request:
+    return Request(index=index, prompt_token_ids=(3,) * num_prompt_tokens, max_tokens=1, seed=0)
+
+
 def outcome(index: int, times: list[float], *, sent: float = 0.0, prompt: int = 10, **changes: Any) -> Outcome:
     """One token a message; the end is the last of them."""
     values: dict[str, Any] = {
@@ -31,7 +35,7 @@ def outcome(index: int, times: list[float], *, sent: float = 0.0, prompt: int = 
         "token_ids": list(range(len(times))),
         "done_s": times[-1] if times else sent,
     }
-    return Outcome(index=index, num_prompt_tokens=prompt, sent_s=sent, **{**values, **changes})
+    return Outcome(request=request(index, prompt), sent_s=sent, **{**values, **changes})
 
 
 def run(*outcomes: Outcome, duration: float | None = None) -> Run:
@@ -166,7 +170,7 @@ def test_a_system_that_hides_its_token_ids_is_counted_by_its_messages() -> None:
 
 
 def sampled(index: int, tokens: list[int], logprobs: list[float], error: str = "") -> Outcome:
-    return Outcome(index=index, num_prompt_tokens=1, token_ids=tokens, logprobs=logprobs, error=error)
+    return Outcome(request=request(index, 1), token_ids=tokens, logprobs=logprobs, error=error)
 
 
 def test_one_bit_is_a_mismatch() -> None:
