@@ -134,7 +134,7 @@ def _show(benchmark: Benchmark) -> None:
     short = {name: value for name, value in result.items() if name not in ("systems", "runs")}
     lists = ("timeline", "ttfts", "tpots")
     short["runs"] = [{key: value for key, value in row.items() if key not in lists} for row in result["runs"]]
-    print(json.dumps(short | {"schema": results.SCHEMA, "failures": benchmark.failures}), flush=True)
+    print(json.dumps(short | {"failures": benchmark.failures}), flush=True)
 
 
 class Benchmark:
