@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,12 @@ from corun.node.vllm.start import vllm_distribution
 from corun.processes import descendants, end_tree
 from corun_bench import conditions, metrics, report, results, tables, workloads
 from corun_bench.client import OpenAiTarget
-from corun_bench.driver import Run, Target, Workload, drive
+from corun_bench.driver import Run, Workload, drive
 from corun_bench.engines import IndependentEngines, PlainProxy
 from corun_bench.nodes import has_gpu
-from corun_bench.options import RESULT, BenchOptions, check_options, output_directory
+from corun_bench.options import RESULT, BenchOptions, output_directory
 from corun_bench.running import RunningSystem, foreign, up
 from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
-from router.text import Tokenizer
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
@@ -54,7 +53,7 @@ PROGRESS_S = 15.0
 
 def run(options: BenchOptions) -> int:
     """Return 0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
-    check_options(options)
+    options.check()
     machine = _machine(options)
     systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
     for system in systems:
@@ -135,7 +134,7 @@ def _show(benchmark: Benchmark) -> None:
     short = {name: value for name, value in result.items() if name not in ("systems", "runs")}
     lists = ("timeline", "ttfts", "tpots")
     short["runs"] = [{key: value for key, value in row.items() if key not in lists} for row in result["runs"]]
-    print(json.dumps(short | {"schema": results.SCHEMA, "failures": benchmark.failures}), flush=True)
+    print(json.dumps(short | {"failures": benchmark.failures}), flush=True)
 
 
 class Benchmark:
@@ -158,10 +157,9 @@ class Benchmark:
         self._goodput, self._percentiles = metrics.parse_goodput(options.goodput), _percentiles(options)
         config = conditions.model_config(machine.model)
         self._vocab_size = int(config["vocab_size"])
-        self._tokenizer: Tokenizer | None = None
+        self._tokenize = workloads.tokenizer(machine.model)
         self._made: dict[tuple[Any, ...], Workload] = {}
         self._began = time.monotonic()
-        self._check: Callable[[], None] = lambda: None
         self.result: results.Json = {
             "schema": results.SCHEMA,
             "command": sys.argv[1:],
@@ -196,11 +194,11 @@ class Benchmark:
             self.result["conditions"]["clocks"]["after"] = conditions.clocks()
             self._save()
 
-    async def _measure(self, name: str, starting: Any) -> None:
+    async def _measure(self, name: str, starting: AbstractAsyncContextManager[RunningSystem]) -> None:
         self.say(f"{name}: starting")
         try:
             async with starting as found:
-                await self._while_alive(self._on(name, found), found)
+                await self._while_alive(self._on(found), found)
         except (CorunError, RuntimeError) as error:  # corun_bench.nodes.StartError is a RuntimeError.
             rows = [row for row in self.result["runs"] if row["system"] == name]
             measured = sum(not row["workload"].startswith("padding=") for row in rows)
@@ -213,7 +211,6 @@ class Benchmark:
 
         Raises UnavailableError as soon as a process of the system has ended, since its requests would wait for ever.
         """
-        self._check = found.check
 
         async def watching() -> None:
             while True:
@@ -235,54 +232,40 @@ class Benchmark:
             raise InternalError("the measurement was cancelled from within")
         work.result()
 
-    async def _on(self, name: str, found: RunningSystem) -> None:
+    async def _on(self, found: RunningSystem) -> None:
         """Measure everything on a system that is up."""
-        described: dict[str, Any] = {
-            "system": name,
-            "gpus": found.gpus,
-            "slots": found.slots,
-            "handoff": None,
-            "pads": found.pads,
-            "ready_s": found.ready_s,
-            **found.memory(),
-            "fingerprint": found.fingerprint,
-            "settings": found.settings,
-        }
         if found.ready_s is not None:
-            self.say(f"{name}: ready in {found.ready_s:.1f} s")
+            self.say(f"{found.name}: ready in {found.ready_s:.1f} s")
+        described = found.described()
         self.result["systems"].append(described)
-        target, sent = found.target, 0
         for spec in self._specs:
             if count := self.options.num_warmups:  # Requests of the same shapes whose times do not count.
                 made = self._workload(spec, WARM_UP, min(self.options.max_concurrency[-1], count))
-                warmups = replace(made, requests=made.requests[:count], request_rate=math.inf)
-                await self._drive(name, target, warmups)
-                sent += len(warmups.requests)
+                await self._drive(found, replace(made, requests=made.requests[:count], request_rate=math.inf))
             for concurrency in self.options.max_concurrency:
                 for repeat in range(self.options.repeats):
-                    workload = self._workload(spec, repeat, concurrency)
-                    sent += len(workload.requests)
-                    await self._run(name, target, workload, repeat, described)
-            sent += await self._compare(name, target, spec)
-        await self._pad(name, found, described)
-        described |= {**found.memory(), "handoff": await found.handoffs(sent)}
+                    await self._run(found, self._workload(spec, repeat, concurrency), repeat)
+            await self._compare(found, spec)
+        await self._pad(found)
+        described |= {**found.memory(), "handoff": await found.handoffs()}
         self._save()
 
-    async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> None:
-        run = await self._drive(name, target, workload, logprobs=self.options.logprobs)
+    async def _run(self, found: RunningSystem, workload: Workload, repeat: int) -> None:
+        name = found.name
+        run = await self._drive(found, workload, logprobs=self.options.logprobs)
         summary = metrics.summarize(
-            run,
-            percentiles=self._percentiles,
-            goodput=self._goodput,
-            gpus=described["gpus"],
-            slots=described["slots"],
+            run, percentiles=self._percentiles, goodput=self._goodput, gpus=found.gpus, slots=found.slots
         )
-        if not described["pads"]:
+        if not found.pads:
             summary["padding_waste"] = None
-        rate = workload.request_rate if workload.is_open else None
-        row = {"system": name, "workload": workload.name, "repeat": repeat}
-        row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate}
-        row |= {"burstiness": self.options.burstiness}
+        row = {
+            "system": name,
+            "workload": workload.name,
+            "repeat": repeat,
+            "max_concurrency": workload.max_concurrency,
+            "request_rate": workload.request_rate if workload.is_open else None,
+            "burstiness": self.options.burstiness,
+        }
         self.result["runs"].append(row | summary)
         self._save()
         self.say(
@@ -293,7 +276,7 @@ class Benchmark:
         if errors := sorted({outcome.error for outcome in run.outcomes if outcome.error}):
             self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")
 
-    async def _drive(self, name: str, target: Target, workload: Workload, *, logprobs: bool = False) -> Run:
+    async def _drive(self, found: RunningSystem, workload: Workload, *, logprobs: bool = False) -> Run:
         """Run a workload; say now and then how far it is.
 
         Raises UnavailableError if an engine died during it: the result is then no measurement.
@@ -305,20 +288,18 @@ class Benchmark:
             count += 1
             if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
                 said = time.monotonic()
-                self.say(f"{name}: {workload.name}: {count} of {len(workload.requests)} requests done")
+                self.say(f"{found.name}: {workload.name}: {count} of {len(workload.requests)} requests done")
 
+        found.sent += len(workload.requests)
         timeout_s = self.options.timeout_s
-        run = await drive(target, workload, logprobs=logprobs, timeout_s=timeout_s, on_done=done)
-        self._check()
+        run = await drive(found.target, workload, logprobs=logprobs, timeout_s=timeout_s, on_done=done)
+        found.check()
         return run
 
-    async def _compare(self, name: str, target: Target, spec: workloads.Spec) -> int:
-        """Run some requests among many others, then again few at a time in another order, and compare every bit.
-
-        Return how many requests were sent.
-        """
+    async def _compare(self, found: RunningSystem, spec: workloads.Spec) -> None:
+        """Run some requests among many others, then again few at a time in another order, and compare every bit."""
         if not (wanted := self.options.mismatch_requests):
-            return 0
+            return
         made = self._workload(spec, COMPARED, self.options.max_concurrency[-1])
         short = [
             replace(request, max_tokens=min(request.max_tokens, self.options.mismatch_tokens), arrival_s=0.0)
@@ -326,19 +307,18 @@ class Benchmark:
         ]
         crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
         few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
-        first, again = [await self._drive(name, target, workload, logprobs=True) for workload in (crowd, few)]
+        first, again = [await self._drive(found, workload, logprobs=True) for workload in (crowd, few)]
         first.outcomes = first.outcomes[:wanted]
-        found = metrics.mismatches(first, again)
-        row = {"system": name, "workload": spec.name, "requests": found.requests, "rate": found.rate}
-        row |= {"different_tokens": found.different_tokens, "different_bits": found.different_bits}
-        self.result["mismatches"].append(row | {"tokens_only": found.tokens_only})
+        result, where = metrics.mismatches(first, again), f"{found.name}: {spec.name}"
+        row = {"system": found.name, "workload": spec.name, "requests": result.requests, "rate": result.rate}
+        row |= {"different_tokens": result.different_tokens, "different_bits": result.different_bits}
+        self.result["mismatches"].append(row | {"tokens_only": result.tokens_only})
         self._save()
-        self.say(f"{name}: {spec.name}: {found.different_bits} of {found.requests} requests differ in other company")
-        if found.not_compared:
-            self._fail(f"{name}: {spec.name}: {len(found.not_compared)} requests could not be compared")
-        return len(crowd.requests) + len(few.requests)
+        self.say(f"{where}: {result.different_bits} of {result.requests} requests differ in other company")
+        if result.not_compared:
+            self._fail(f"{where}: {len(result.not_compared)} requests could not be compared")
 
-    async def _pad(self, name: str, found: RunningSystem, described: dict[str, Any]) -> None:
+    async def _pad(self, found: RunningSystem) -> None:
         """Measure a single request with decode steps of each number of rows (paper, Section V-E).
 
         A system that does not pad is measured once.
@@ -346,17 +326,17 @@ class Benchmark:
         if not self.options.padding or not found.engines or isinstance(found.target, PlainProxy):
             return
         spec, engine = workloads.parse(f"in={PADDING_PROMPT},out={PADDING_OUTPUT}"), found.engines[0]
+        alone = replace(found, target=IndependentEngines([engine]))
         for rows in self.options.padding if found.pads else self.options.padding[:1]:
             if found.pads:
                 await engine.pad_to(rows)
-            target = IndependentEngines([engine])
             for repeat in range(WARM_UP, self.options.repeats):
                 made = self._workload(spec, repeat, 1, num_requests=1)
                 workload = replace(made, name=f"padding={rows}", request_rate=math.inf)
                 if repeat == WARM_UP:
-                    await self._drive(name, target, workload)
+                    await self._drive(alone, workload)
                 else:
-                    await self._run(name, target, workload, repeat, described)
+                    await self._run(alone, workload, repeat)
         if found.pads:
             await engine.pad_to(found.slots // len(found.engines))
 
@@ -370,15 +350,11 @@ class Benchmark:
                 vocab_size=self._vocab_size,
                 max_model_len=self._machine.max_model_len,
                 seed=self.options.seed + REPEAT_SEEDS * (repeat + 3),
-                tokenize=self._tokenize if spec.is_text else None,
+                tokenize=self._tokenize,
                 request_rate=self.options.request_rate,
                 burstiness=self.options.burstiness,
             )
         return replace(self._made[key], max_concurrency=concurrency)
-
-    def _tokenize(self, text: str) -> list[int]:
-        self._tokenizer = self._tokenizer or Tokenizer.load(self._machine.model)
-        return list(self._tokenizer.encode(text))
 
     def _save(self) -> None:
         results.write(self.directory / RESULT, self.result)

@@ -10,7 +10,7 @@ nodes and clients share the machine's cores.
 
 from __future__ import annotations
 
-import array
+import functools
 import json
 import os
 import platform
@@ -18,8 +18,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu
 from corun_bench.fake_node import DIRECT_METHOD
-from corun_bench.options import MAX_NODES, CapacityOptions
+from corun_bench.options import MAX_NODES, CapacityOptions, plain
 
 GOAL_MS = 5.0
 """The longest delay that a router may add, in milliseconds."""
@@ -61,17 +61,14 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
     """
     setup.check()
     found = conditions(setup)
-    runs = [{path: _measure_path(setup, path) for path in paths_of(setup)} for _ in range(setup.repeats)]
+    wanted = [path for path in METHODS if path != "separate" or setup.separate]
+    runs = [{path: _measure_path(setup, path) for path in wanted} for _ in range(setup.repeats)]
     paths = {path: _together([run[path] for run in runs]) for path in runs[0]}
     delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
     added = {name: round(delays[name] - base[name], 3) for name in SHARES}
     errors = [error for run in runs for path in run.values() for error in path.pop("errors")]
     result = {"conditions": found, **paths, "added_ms": added, "goal_ms": GOAL_MS, "errors": errors[:5]}
     return {**result, "carried": is_carried(result), "runs": runs}
-
-
-def paths_of(setup: CapacityOptions) -> list[str]:
-    return [path for path in METHODS if path != "separate" or setup.separate]
 
 
 def search(setup: CapacityOptions) -> dict[str, Any]:
@@ -93,10 +90,9 @@ def is_carried(result: Mapping[str, Any]) -> bool:
 
 
 def conditions(setup: CapacityOptions) -> dict[str, Any]:
-    """Return the conditions of a measurement."""
     packages = ("grpcio", "protobuf", "uvloop")
     return {
-        **plain(setup),
+        **plain(setup, CapacityOptions),
         "engines": "fake",
         "cpus": len(os.sched_getaffinity(0)),
         "processor": cpu() or "unknown",
@@ -105,11 +101,6 @@ def conditions(setup: CapacityOptions) -> dict[str, Any]:
         "corun": corun.__version__,
         **{package: version(package) for package in packages},
     }
-
-
-def plain(setup: CapacityOptions) -> dict[str, Any]:
-    """Return the options as plain values, without those of a command."""
-    return {field.name: getattr(setup, field.name) for field in fields(CapacityOptions)}
 
 
 def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -125,11 +116,12 @@ def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
-    """Measure one path of `METHODS`."""
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         direct = path == "direct"
-        ports = _free_ports(setup.decode_nodes if direct else setup.processes)
+        ports: list[int] = []
+        while len(ports) < (setup.decode_nodes if direct else setup.processes):
+            ports += {free_port("127.0.0.1")} - {*ports}
         addresses = [f"127.0.0.1:{port}" for port in ports]
         nodes = [("direct" if direct else "decode", index) for index in range(setup.decode_nodes)]
         for index, port in enumerate(() if direct else ports):
@@ -141,19 +133,14 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             options |= {"step_ms": setup.step_ms, "routers": addresses, "port": ports[index] if direct else 0}
             processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
         for address in () if direct else addresses:
-            _await_nodes(processes, address, 1 + setup.decode_nodes)
+            with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
+                what = f"router {address} does not use all nodes"
+                _await(processes, what, functools.partial(_are_ready, client, 1 + setup.decode_nodes))
         began, ended, used, rss = _load(setup, processes, METHODS[path], addresses)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
         return {**_figures(setup, clients, (began, ended), used), "rss_mib": rss}
-
-
-def _free_ports(count: int) -> list[int]:
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port("127.0.0.1"))
-    return list(ports)
 
 
 def _load(
@@ -165,11 +152,11 @@ def _load(
     """
     names = [f"client-{index}" for index in range(setup.client_processes)]
     for index, name in enumerate(names):
-        options = {"setup": plain(setup), "index": index, "method": method, "addresses": addresses}
+        options = {"setup": plain(setup, CapacityOptions), "index": index, "method": method, "addresses": addresses}
         options["output"] = str(processes.logs / f"{name}.json")
         processes.start(name, "corun_bench.load", json.dumps(options), stdin=subprocess.PIPE)
     for name in names:  # Python takes long to start where cores are few.
-        _await_file(processes, f"{name}.ready")
+        _await(processes, f"{name} is not up", (processes.logs / f"{name}.ready").exists)
     processes.wait(setup.ramp_s + setup.warmup_s)
     began, before = time.monotonic(), _by_kind(processes.cpu_s())
     processes.wait(setup.seconds)
@@ -189,13 +176,9 @@ def _figures(
     errors = [error for result in results for error in result["errors"]]
     firsts = [first - sent for result in results for sent, first in result["first"] if began <= sent <= ended]
     total = {name: sum(result[name] for result in results) for name in ("calls", "tokens", "messages")}
-    delays, came = [], 0
-    for path in clients:
-        times = array.array("d", path.with_suffix(".times").read_bytes())
-        for at, delay in zip(times[::2], times[1::2], strict=True):
-            came += began <= at <= ended
-            if began <= at - delay <= ended:
-                delays.append(delay)
+    times = [time for result in results for time in result["times"]]
+    came = sum(began <= at <= ended for at, _ in times)
+    delays = [delay for at, delay in times if began <= at - delay <= ended]
     seconds = ended - began
     latency = quantiles(delays)  # Raises if nothing came.
     return {
@@ -229,23 +212,17 @@ def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
     return found
 
 
-def _await_nodes(processes: Processes, address: str, number: int) -> None:
-    """Wait until a router uses this many nodes."""
+def _are_ready(client: Client, number: int) -> bool:
+    """Return whether a router uses this many nodes."""
+    return [node.state for node in client.get_cluster().nodes].count(NodeState.READY) >= number
+
+
+def _await(processes: Processes, trouble: str, is_so: Callable[[], bool]) -> None:
+    """Wait for something while all processes run. Raises UnavailableError with `trouble` if it takes too long."""
     deadline = time.monotonic() + START_S
-    with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
-        while time.monotonic() < deadline:
-            if [node.state for node in client.get_cluster().nodes].count(NodeState.READY) >= number:
-                return
-            processes.wait(0.1)
-    raise UnavailableError(f"router {address} does not use {number} nodes after {START_S:g} s")
-
-
-def _await_file(processes: Processes, name: str) -> None:
-    """Wait for the file by which a process says that it is up."""
-    deadline, path = time.monotonic() + START_S, processes.logs / name
-    while not path.exists():
+    while not is_so():
         if time.monotonic() > deadline:
-            raise UnavailableError(f"{path.stem} did not start within {START_S:g} s")
+            raise UnavailableError(f"{trouble} after {START_S:g} s")
         processes.wait(0.05)
 
 

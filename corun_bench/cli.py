@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -115,7 +116,26 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(KernelOptions):
+class OneLine:
+    """A command whose last line of output is its result as JSON."""
+
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    """File to write the JSON line to, as well."""
+
+    def finish(self, result: dict[str, Any]) -> None:
+        print(line := json.dumps(result))
+        if self.output is not None:
+            self.output.write_text(line + "\n", encoding="utf-8")
+
+
+def _progress() -> Callable[[str], None]:
+    """Return what prints a line of progress on stderr."""
+    console = Console(stderr=True)
+    return lambda text: console.print(text, style="dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(KernelOptions, OneLine):
     """Measure the time and the batch invariance of kernels.
 
     A kernel is batch-invariant if a row's bits do not depend on the batch that it is computed in, and
@@ -129,22 +149,16 @@ class Kernels(KernelOptions):
     The exit code is 1 if a kernel failed. A kernel that the device does not have is listed, and is not a failure.
     """
 
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
-    """JSON file to write the report to."""
-
     def run(self) -> int:
         kernels = _load("corun_bench.kernels.run", "corun bench kernels", "gpu")
-        progress = Console(stderr=True)
-        report = kernels.measure(self, lambda text: progress.print(text, style="dim"))
-        if self.output is not None:
-            self.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = kernels.measure(self, _progress())
         kernels.show(report)
-        print(json.dumps(report))
+        self.finish(report)
         return 1 if any(row["error"] for row in report["kernels"]) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterBench(CapacityOptions):
+class RouterBench(CapacityOptions, OneLine):
     """Measure a router's capacity and the delay it adds.
 
     Capacity is in tokens per second; the delay is how much later clients get their tokens. The command runs real
@@ -160,21 +174,17 @@ class RouterBench(CapacityOptions):
 
     search: bool = False
     """Find how many decode nodes the router carries: add one at a time until the router is too slow."""
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
-    """File to write the JSON line to, as well."""
 
     def run(self) -> int:
         capacity = _load("corun_bench.capacity", "corun bench router", "router")
         result = capacity.search(self) if self.search else capacity.measure(self)
-        line = json.dumps(result)
-        print("\n".join([*capacity.report(result), line]))
-        if self.output is not None:
-            self.output.write_text(line + "\n", encoding="utf-8")
+        print("\n".join(capacity.report(result)))
+        self.finish(result)
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(PlanOptions):
+class Plan(PlanOptions, OneLine):
     """Advise how many prefill, decode and colocated nodes a workload needs.
 
     Simulates the placements that fit on a number of GPUs, with the router's own choice of nodes and with the measured
@@ -193,18 +203,13 @@ class Plan(PlanOptions):
           --handoff-us-per-token 3.4 --slots 256
     """
 
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
-    """File to write the JSON line to, as well."""
-
     def run(self) -> int:
-        planner, progress = _load("corun_bench.plan", "corun bench plan", "bench"), Console(stderr=True)
-        found = planner.plan(self, lambda text: progress.print(text, style="dim"))
+        planner = _load("corun_bench.plan", "corun bench plan", "bench")
+        found = planner.plan(self, _progress())
         console = Console(highlight=False, markup=False)
         console.width = max(console.width, 130)  # A file has no width.
         planner.show(found, console)
-        print(line := json.dumps(found))
-        if self.output is not None:
-            self.output.write_text(line + "\n", encoding="utf-8")
+        self.finish(found)
         return 0
 
 

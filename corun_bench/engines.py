@@ -11,7 +11,6 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +41,6 @@ examples/online_serving/disaggregated_prefill)."""
 
 
 def sampling(request: Request, *, logprobs: bool) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for a request."""
     found: dict[str, Any] = {"temperature": TEMPERATURE, "seed": request.seed, "max_tokens": request.max_tokens}
     return found | ({"logprobs": 0} if logprobs else {})
 
@@ -51,7 +49,6 @@ class Stream(NamedTuple):
     """A request in an engine."""
 
     outcome: Outcome
-    clock: Callable[[], float]
     done: asyncio.Future[dict[str, Any] | None]
     """Resolves when the request ends: to the transfer parameters that the engine gave, or to an error."""
 
@@ -93,7 +90,6 @@ class Engine:
         self._processes.note(self.name)
 
     async def forget(self) -> None:
-        """Empty the engine's prefix cache."""
         await self._send("forget")
         await self._answer("forgot", time.monotonic() + ANSWER_S)
 
@@ -105,17 +101,15 @@ class Engine:
     async def draw(
         self,
         request_id: str,
-        prompt: tuple[int, ...],
-        sampling: dict[str, Any],
         outcome: Outcome,
-        clock: Callable[[], float],
+        sampling: dict[str, Any],
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Run one request to its end; return the transfer parameters of a prefill."""
-        stream = self._streams[request_id] = Stream(outcome, clock, asyncio.get_running_loop().create_future())
+        stream = self._streams[request_id] = Stream(outcome, asyncio.get_running_loop().create_future())
         self.in_flight += 1
         try:
-            await self._send("start", request_id, prompt, sampling, transfer)
+            await self._send("start", request_id, outcome.request.prompt_token_ids, sampling, transfer)
             return await stream.done
         except asyncio.CancelledError:
             with suppress(UnavailableError):
@@ -126,7 +120,6 @@ class Engine:
             self._streams.pop(request_id, None)
 
     async def stop(self) -> None:
-        """End the process and all that it started."""
         with suppress(subprocess.TimeoutExpired, UnavailableError):
             await self._send("stop")
             await asyncio.to_thread(self._processes.running[self.name].wait, STOP_S)
@@ -159,7 +152,7 @@ class Engine:
             if (stream := self._streams.get(request_id)) is None:
                 continue
             if tokens:
-                now = stream.clock() if now is None else now
+                now = time.monotonic() if now is None else now
                 stream.outcome.arrivals.append((now, len(tokens)))
                 stream.outcome.token_ids += tokens
                 if logprobs is not None:
@@ -201,9 +194,9 @@ class IndependentEngines(Target):
         self.engines = engines
         self._names = (f"r{number}" for number in itertools.count(1))
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        parameters = sampling(request, logprobs=logprobs)
-        await least_busy(self.engines).draw(next(self._names), request.prompt_token_ids, parameters, outcome, clock)
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        parameters = sampling(outcome.request, logprobs=logprobs)
+        await least_busy(self.engines).draw(next(self._names), outcome, parameters)
 
     async def forget(self) -> None:
         for engine in self.engines:
@@ -217,14 +210,13 @@ class PlainProxy(IndependentEngines):
         super().__init__([*prefill, *decode])
         self._prefill, self._decode = prefill, decode
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        name, prompt = next(self._names), request.prompt_token_ids
-        parameters = sampling(request, logprobs=logprobs)
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        name, parameters = next(self._names), sampling(outcome.request, logprobs=logprobs)
         # The client does not get prefill's token: decode draws the first token again.
-        unused = Outcome(index=outcome.index, num_prompt_tokens=outcome.num_prompt_tokens)
+        unused = Outcome(request=outcome.request)
         first = {**parameters, "max_tokens": 1}
         prefill = least_busy(self._prefill)
-        transfer = await prefill.draw(name, prompt, first, unused, clock, dict(REMOTE_DECODE))
+        transfer = await prefill.draw(name, unused, first, dict(REMOTE_DECODE))
         if transfer is None:
             raise InternalError(f"{prefill.name} gave no transfer parameters")
-        await least_busy(self._decode).draw(name, prompt, parameters, outcome, clock, transfer)
+        await least_busy(self._decode).draw(name, outcome, parameters, transfer)

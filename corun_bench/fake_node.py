@@ -43,20 +43,17 @@ DRIFT = 0.003
 
 @dataclass(frozen=True, kw_only=True)
 class FakeNodeOptions:
-    """The options of one fake node."""
+    """The options of one fake node. The port is that of a direct node."""
 
     role: str
     """Role of the node: prefill, decode, or direct, which streams to clients by itself without any router."""
     model: str
     """Model whose tokenizer the router loads."""
     index: int
-    """Index of the decode node, from 0."""
     routers: list[str]
-    """host:port of each router."""
     slots: int
     step_ms: float
     port: int
-    """Port of a direct node."""
 
 
 class StepEngine:
@@ -91,7 +88,6 @@ class StepEngine:
             self.step(FIRST_TOKEN + number % NUM_TOKENS)
 
     def step(self, token_id: int) -> None:
-        """Emit one step now."""
         logprob = time_code(time.monotonic())
         started, self._started = self._started, []
         self.on_read(started)

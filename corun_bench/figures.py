@@ -106,8 +106,11 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 def throughput(results: Results, *, per_gpu: bool = False) -> Figure | None:
     """Draw the output throughput: a panel per workload, a bar per system, whiskers over repeats.
 
-    The bar of a system whose bits differed is hatched.
+    The bar of a system whose bits differed is hatched. per_gpu: draw it if systems have different numbers of GPUs, and
+    cannot be compared directly.
     """
+    if per_gpu and len({results.gpus(name) for name in results.names} - {0}) < 2:
+        return None
     cells: dict[str, dict[str, Spread]] = {}
     for workload, name in itertools.product(results.workloads, _serving(results)):
         gpus = results.gpus(name) if per_gpu else 1
@@ -141,12 +144,6 @@ def throughput(results: Results, *, per_gpu: bool = False) -> Figure | None:
         figure.supxlabel(words, fontsize=8)
     _legend(figure, handles)
     return figure
-
-
-def throughput_per_gpu(results: Results) -> Figure | None:
-    """Draw the throughput per GPU if systems have different numbers of GPUs and cannot be compared directly."""
-    several = len({results.gpus(name) for name in results.names} - {0}) > 1
-    return throughput(results, per_gpu=True) if several else None
 
 
 def timeline(results: Results, workload: str) -> Figure | None:
@@ -439,7 +436,7 @@ def wrap(text: object, width: int = 24, lines: int = 3) -> str:
 
 _FIGURES: dict[str, Callable[..., Figure | None]] = {
     "throughput": throughput,
-    "throughput-per-gpu": throughput_per_gpu,
+    "throughput-per-gpu": partial(throughput, per_gpu=True),
     "timeline": timeline,
     "ttft": partial(latencies, key="ttfts", words="time to first token"),
     "tpot": partial(latencies, key="tpots", words="time per output token"),
@@ -459,7 +456,6 @@ class Chart:
     workload: str
     """The workload that it shows, if it shows one of several."""
     svg: str
-    """The figure as part of a page."""
     paths: list[Path]
 
 

@@ -8,7 +8,6 @@ nodes.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import gc
 import itertools
@@ -17,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
@@ -25,7 +24,7 @@ import uvloop
 from corun.errors import CorunError
 from corun_bench.client import ClusterTarget, StreamTarget
 from corun_bench.driver import Outcome, Request
-from corun_bench.options import CapacityOptions
+from corun_bench.options import CapacityOptions, plain
 
 CONNECT_S = 60.0
 DRAIN_S = 120.0
@@ -49,7 +48,7 @@ class LoadResults:
     """A text for each sample that did not give all it should."""
     first: list[tuple[float, float]] = field(default_factory=list)
     """For each sample: when it was requested, and when its first token came."""
-    times: array.array[float] = field(default_factory=lambda: array.array("d"))
+    times: list[tuple[float, float]] = field(default_factory=list)
     """For each token: when it came, and how long it was on the way."""
 
 
@@ -67,14 +66,12 @@ class Load:
     """The closed loop of one process of several.
 
     index: the number of this process. method: the method of a stream for each sample; empty: the samples of a
-    connection share one. addresses: host:port of the routers, or of the fake nodes without a router.
-    output: the file of the results. A file beside it, .times, has two doubles per token: `LoadResults.times`. An empty
-    file beside it, .ready, says that the load begins.
+    connection share one. addresses: host:port of the routers, or of the fake nodes without a router. output: the file
+    of the results. An empty file beside it, .ready, says that the load begins.
     """
 
     def __init__(self, setup: CapacityOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
-        self.samples: list[tuple[int, Outcome]] = []
-        """The number of tokens that were requested of each sample, and what came, on the monotonic clock."""
+        self.samples: list[Outcome] = []
         self._setup, self._output = setup, Path(output)
         self._concurrency = setup.samples // setup.client_processes
         self._concurrency += index < setup.samples % setup.client_processes
@@ -99,11 +96,11 @@ class Load:
             await stop.wait()
             await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
         finally:
-            await asyncio.gather(*(one.close() for one in targets))
+            await asyncio.gather(*(one.aclose() for one in targets))
         for target in targets:
             target.settle()
         results = LoadResults(calls=len(self.samples))
-        results.errors = [error for sample in self.samples if (error := _read(*sample, results))]
+        results.errors = [error for sample in self.samples if (error := _read(sample, results))]
         return results
 
     async def _work(self, place: int, target: ClusterTarget, stop: asyncio.Event) -> None:
@@ -116,15 +113,15 @@ class Load:
         prompt = tuple(FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._setup.prompt_tokens))
         index = len(self.samples)
         request = Request(index=index, prompt_token_ids=prompt, max_tokens=num_tokens, seed=index)
-        outcome = Outcome(index=index, num_prompt_tokens=len(prompt), sent_s=time.monotonic())
-        self.samples.append((num_tokens, outcome))
+        outcome = Outcome(request=request, sent_s=time.monotonic())
+        self.samples.append(outcome)
         try:
-            await target.run(request, outcome, logprobs=True, clock=time.monotonic)
+            await target.run(outcome, logprobs=True)
         except CorunError as error:
             outcome.error = str(error)
 
 
-def _read(num_tokens: int, outcome: Outcome, results: LoadResults) -> str:
+def _read(outcome: Outcome, results: LoadResults) -> str:
     """Add the outcome of a sample to the results; return what is wrong with it, or an empty text."""
     results.messages += len(outcome.arrivals)
     results.tokens += len(outcome.token_ids)
@@ -132,9 +129,9 @@ def _read(num_tokens: int, outcome: Outcome, results: LoadResults) -> str:
     codes = iter(outcome.logprobs)
     for at, count in outcome.arrivals:
         for code in itertools.islice(codes, count):
-            results.times.extend((at, age_s(code, at)))
-    if len(outcome.token_ids) != num_tokens:
-        return f"{len(outcome.token_ids)} of {num_tokens} tokens came; {outcome.error}"
+            results.times.append((at, age_s(code, at)))
+    if len(outcome.token_ids) != (wanted := outcome.request.max_tokens):
+        return f"{len(outcome.token_ids)} of {wanted} tokens came; {outcome.error}"
     if any((after - before) % NUM_TOKENS != 1 for before, after in itertools.pairwise(outcome.token_ids)):
         return "its tokens are not of one step after the other"
     return outcome.error
@@ -155,8 +152,7 @@ def main() -> None:
     gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     results = asyncio.run(_until_input_ends(load))
-    path.with_suffix(".times").write_bytes(results.times.tobytes())
-    path.write_text(json.dumps({**asdict(results), "times": None}))
+    path.write_text(json.dumps(plain(results, LoadResults)))
 
 
 if __name__ == "__main__":

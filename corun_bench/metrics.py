@@ -212,7 +212,7 @@ def parse_goodput(pairs: Iterable[str]) -> dict[str, float]:
 
 def mismatches(first: Run, again: Run) -> Mismatch:
     """Compare the token ids and the fp32 bits of log probabilities of two runs of one workload, by request."""
-    before, after = ({outcome.index: outcome for outcome in run.outcomes} for run in (first, again))
+    before, after = ({outcome.request.index: outcome for outcome in run.outcomes} for run in (first, again))
     compared, not_compared = [], []
     for index in sorted(before.keys() | after.keys()):
         a, b = before.get(index), after.get(index)

@@ -209,13 +209,7 @@ class Nodes:
                 self.processes.start("router", "router", *flags)
                 for node in self.topology.nodes:
                     self.start_node(node)
-            while not self.all_ready():
-                if self._stopped.is_set():
-                    raise StartError("it was stopped while it started")
-                self._joined()
-                self._check(deadline)
-                self._stopped.wait(POLL_S)
-            self._joined()
+            self._wait_until(self.all_ready, deadline)
 
     def start_node(self, node: NodePlan) -> None:
         flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
@@ -235,9 +229,16 @@ class Nodes:
         old = self.generation(node)
         self.kill(name)
         self.start_node(node)
-        while self.generation(node) in ("", old) or not self.all_ready():
+        self._wait_until(lambda: self.generation(node) not in ("", old) and self.all_ready(), deadline)
+
+    def _wait_until(self, are_ready: Callable[[], bool], deadline: float) -> None:
+        """Wait for nodes, and note when each joins. Raises StartError if one will not."""
+        while not are_ready():
+            if self._stopped.is_set():
+                raise StartError("it was stopped while it started")
+            self._joined()
             self._check(deadline)
-            time.sleep(POLL_S)
+            self._stopped.wait(POLL_S)
         self._joined()
 
     def generation(self, node: NodePlan) -> str:
@@ -344,11 +345,3 @@ def environment(**values: str | None) -> Iterator[None]:
 def has_gpu() -> bool:
     """Return whether there is an NVIDIA driver, without loading torch."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-
-
-def after(seconds: float, act: Callable[[], None]) -> threading.Timer:
-    """Call `act` in a thread after this many seconds unless it is cancelled; the thread keeps no process alive."""
-    timer = threading.Timer(max(0.0, seconds), act)
-    timer.daemon = True
-    timer.start()
-    return timer

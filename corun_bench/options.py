@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -67,19 +67,14 @@ class BenchOptions(SharedOptions):
     save_result: bool = False
     """Write a file per run as well, with the keys of vllm bench serve."""
 
-
-def check_options(bench: BenchOptions) -> None:
-    """Raise InvalidArgumentError for a value out of range, among the options that need no further reading."""
-    least = dict.fromkeys(("num_prompts", "repeats", "slots", "chunk_size", "tensor_parallel_size"), 1)
-    least |= {"kv_cache_gib": 1, "mismatch_tokens": 1, "max_model_len": 2, "num_warmups": 0, "mismatch_requests": 0}
-    for name, lowest in least.items():
-        _check(name, getattr(bench, name), lowest)
-    for value in (*bench.max_concurrency, *bench.padding):
-        _check("max_concurrency, padding", value, 1)
-    check_seed(bench.seed)
-    for name in ("request_rate", "burstiness", "timeout_s"):
-        if not getattr(bench, name) > 0:
-            raise InvalidArgumentError(name, getattr(bench, name), "must be above 0")
+    def check(self) -> None:
+        """Raise InvalidArgumentError for a value out of range, among the options that need no further reading."""
+        _in_range(self, 1, "num_prompts", "repeats", "slots", "chunk_size", "tensor_parallel_size", "kv_cache_gib")
+        _in_range(self, 1, "mismatch_tokens", "max_concurrency", "padding")
+        _in_range(self, 0, "num_warmups", "mismatch_requests")
+        _in_range(self, 2, "max_model_len")
+        check_seed(self.seed)
+        _above_0(self, "request_rate", "burstiness", "timeout_s")
 
 
 def output_directory(bench: BenchOptions) -> Path:
@@ -128,9 +123,8 @@ class KernelOptions:
 
     def check(self) -> None:
         """Raise InvalidArgumentError for a value out of range."""
-        lowest = {"slots": 1, "draws": 1, "tensor_parallel_size": 1, "repeats": 0, "context": 0, "ranks": 0}
-        for name, least in lowest.items():
-            _check(name, getattr(self, name), least)
+        _in_range(self, 1, "slots", "draws", "tensor_parallel_size")
+        _in_range(self, 0, "repeats", "context", "ranks")
         if not self.rows or min(self.rows) < 1:
             raise InvalidArgumentError("rows", self.rows, "must be one or more numbers from 1 on")
 
@@ -176,14 +170,12 @@ class CapacityOptions:
 
     def check(self) -> None:
         """Raise InvalidArgumentError for a value out of range."""
-        most = {"decode_nodes": MAX_NODES, "slots": 4096, "client_processes": 64, "processes": 64, "repeats": 1000}
-        most |= {"output_tokens": 4096, "prompt_tokens": 4096}
-        for name, limit in most.items():
-            _check(name, getattr(self, name), 1, limit)
-        _check("client_processes", self.client_processes, 1, self.samples)
-        for name in ("step_ms", "seconds"):
-            if not getattr(self, name) > 0:
-                raise InvalidArgumentError(name, getattr(self, name), "must be above 0")
+        _in_range(self, 1, "decode_nodes", most=MAX_NODES)
+        _in_range(self, 1, "slots", "output_tokens", "prompt_tokens", most=4096)
+        _in_range(self, 1, "processes", most=64)
+        _in_range(self, 1, "client_processes", most=min(64, self.samples))
+        _in_range(self, 1, "repeats", most=1000)
+        _above_0(self, "step_ms", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,15 +225,10 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raise InvalidArgumentError for a value out of range."""
-        for name in ("prefill_tokens_per_s", "slots", "request_rate", "burstiness"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise InvalidArgumentError(name, value, "must be above 0")
-        for name in ("handoff_us_per_token", "kv_tokens"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
-                raise InvalidArgumentError(name, value, "must be at least 0")
-        for name, least in {"num_gpus": 0, "gpus_per_node": 1, "max_concurrency": 0, "num_prompts": 0}.items():
-            _check(name, getattr(self, name), least)
-        _check("max_model_len", self.max_model_len, 2)
+        _above_0(self, "prefill_tokens_per_s", "slots", "request_rate", "burstiness")
+        _in_range(self, 0, "handoff_us_per_token", "kv_tokens", "num_gpus", "max_concurrency", "num_prompts")
+        _in_range(self, 1, "gpus_per_node")
+        _in_range(self, 2, "max_model_len")
         check_seed(self.seed)
         if not 0 < self.attain <= 1:
             raise InvalidArgumentError("attain", self.attain, "must be above 0 and at most 1")
@@ -253,7 +240,22 @@ class PlanOptions:
             raise InvalidArgumentError("num_gpus", self.num_gpus, limit)
 
 
-def _check(name: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        limit = f"must be at least {least}" if most is None else f"must be {least} to {most}"
-        raise InvalidArgumentError(name, value, limit)
+def plain(options: Any, kind: type[Any]) -> dict[str, Any]:
+    """Return the options of a kind as plain values, without those that a command adds to them."""
+    return {field.name: getattr(options, field.name) for field in fields(kind)}
+
+
+def _in_range(options: Any, least: int, *names: str, most: float = math.inf) -> None:
+    """Check some options, or each value of those that have several. What is None was not given."""
+    limit = f"must be at least {least}" if most == math.inf else f"must be {least} to {most}"
+    for name in names:
+        given = getattr(options, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is not None and not (least <= value <= most and math.isfinite(value)):
+                raise InvalidArgumentError(name, value, limit)
+
+
+def _above_0(options: Any, *names: str) -> None:
+    for name in names:
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise InvalidArgumentError(name, value, "must be above 0")

@@ -21,7 +21,6 @@ from corun_bench import conditions, metrics, rates, results, workloads
 from corun_bench.driver import Workload
 from corun_bench.options import PlanOptions
 from corun_bench.simulation import NodeCounts, Rates, at_best, simulate, work_s
-from router.text import Tokenizer
 
 SCHEMA = "corun-plan-1"
 LEAST_PROMPTS = 300
@@ -63,7 +62,8 @@ class _Planner:
         self._spec = workloads.parse(options.workload)
         self._goodput = metrics.parse_goodput(options.goodput)
         self._is_open = math.isfinite(options.request_rate)
-        self._tokenizer: Tokenizer | None = None
+        self._model = resolve_model(options.model) if self._spec.is_text else ""
+        self._tokenize = workloads.tokenizer(self._model)
         few = self._make(LEAST_PROMPTS).requests
         mean_prompt = sum(len(one.prompt_token_ids) for one in few) / len(few)
         self._measured: rates.Measured | None = None
@@ -162,18 +162,15 @@ class _Planner:
         }
 
     def _make(self, count: int) -> Workload:
-        vocab_size = workloads.ONE_TOKEN  # Only lengths count.
-        if self._spec.is_text:
-            model = resolve_model(self._options.model)
-            self._tokenizer = self._tokenizer or Tokenizer.load(model)
-            vocab_size = int(conditions.model_config(model)["vocab_size"])
+        # Only lengths count, so random tokens may all be the same.
+        vocab_size = conditions.model_config(self._model)["vocab_size"] if self._spec.is_text else workloads.ONE_TOKEN
         return workloads.make(
             self._spec,
             num_requests=count,
-            vocab_size=vocab_size,
+            vocab_size=int(vocab_size),
             max_model_len=self._options.max_model_len,
             seed=self._options.seed,
-            tokenize=lambda text: list(self._tokenizer.encode(text)) if self._tokenizer else [],
+            tokenize=self._tokenize,
             request_rate=self._options.request_rate,
             burstiness=self._options.burstiness,
         )

@@ -11,6 +11,7 @@ This module must not know what rates are used for.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,20 +204,13 @@ def _prefill(
     rates = Rates(prefill_tokens_per_s=1.0, decode_steps=steps, slots=1)
     tokens = seconds = 0.0
     for run in (run for run in alone if lengths[id(run)] == length):
-        for one in _while_prompts_wait(list(_bins(run, nodes))):
+        # From the start to the first bin that only decodes, as many prompts wait as are in flight.
+        for one in itertools.takewhile(lambda one: not one.only_decodes, _bins(run, nodes)):
             tokens += one.prompt_tokens
             seconds += one.seconds
             if nodes.share and one.rows:
                 seconds -= min(one.seconds, one.steps * rates.step_s(round(one.rows)))
     return (tokens / seconds if seconds > 0 else 0.0), length
-
-
-def _while_prompts_wait(bins: Sequence[_Bin]) -> Iterator[_Bin]:
-    """Yield the bins up to the first that only decodes: from the start on, as many prompts wait as are in flight."""
-    for one in bins:
-        if one.only_decodes:
-            return
-        yield one
 
 
 def _handoff(entry: Json, runs: Sequence[Json]) -> float | None:

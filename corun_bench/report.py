@@ -69,6 +69,7 @@ def render(results: Results, charts: list[figures.Chart], baseline: str) -> str:
         latencies=tables.latencies(results, baseline),
         systems=tables.systems(results),
         kernels=tables.kernels(results.kernels),
+        columns_of=tables.columns,
         charts=charts,
         colours={name: look.colour for name, look in figures.looks(results.names).items() if name in results.names},
     )

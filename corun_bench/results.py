@@ -92,8 +92,8 @@ class Mismatch:
 
 
 def write(path: Path, result: Json) -> None:
-    """Write a line of JSON: the file appears in full or not at all. Raises InvalidArgumentError for another schema."""
-    text = json.dumps(_checked(path, result, (SCHEMA,)), allow_nan=False, separators=(",", ":"))
+    """Write a line of JSON: the file appears in full or not at all."""
+    text = json.dumps(result, allow_nan=False, separators=(",", ":"))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text + "\n", encoding="utf-8")
@@ -108,10 +108,7 @@ def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Json:
         result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # It is not UTF-8, or not JSON.
         raise InvalidArgumentError("result", str(path), "is not JSON") from None
-    return _checked(path, result, schemas)
 
-
-def _checked(path: Path, result: Any, schemas: Sequence[str]) -> Json:
     def wrong(field: str, limit: str) -> InvalidArgumentError:
         return InvalidArgumentError(field, Shown(f"in {path.name}"), limit)
 

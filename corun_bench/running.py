@@ -9,7 +9,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,22 +35,34 @@ ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
 class RunningSystem:
     """A system that is running and ready."""
 
-    system: System | None
-    """The system; None: a server that this benchmark did not start, of which only the target is known."""
+    name: str
     target: Target
-    slots: int
-    gpus: dict[str, int]
-    ready_s: float | None
-    """The time from the start of the first process until the system was ready, in seconds."""
-    processes: Processes
+    """What requests go to. No more is known of a server that this benchmark did not start."""
     settings: dict[str, Any]
+    pads: bool = False
+    slots: int = 0
+    gpus: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "total": 0})
+    ready_s: float | None = None
+    """The time from the start of the first process until the system was ready, in seconds."""
+    processes: Processes = field(default_factory=lambda: Processes(Path()))
     fingerprint: str = ""
     engines: list[Engine] = field(default_factory=list)
     nodes: Nodes | None = None
+    sent: int = 0
 
-    @property
-    def pads(self) -> bool:
-        return self.system is not None and self.system.pads
+    def described(self) -> dict[str, Any]:
+        """Return the system's part of a result file."""
+        return {
+            "system": self.name,
+            "gpus": self.gpus,
+            "slots": self.slots,
+            "handoff": None,
+            "pads": self.pads,
+            "ready_s": self.ready_s,
+            **self.memory(),
+            "fingerprint": self.fingerprint,
+            "settings": self.settings,
+        }
 
     def check(self) -> None:
         """Raise UnavailableError if a process of the system has ended, or an engine has died in its process."""
@@ -60,11 +72,11 @@ class RunningSystem:
 
     def memory(self) -> dict[str, Any]:
         """Return the resident memory of each process with all that it started, and the memory of each GPU, in MiB."""
-        gpus = conditions.gpu_memory(self.processes.owners()) if self.system else {}
+        gpus = conditions.gpu_memory(self.processes.owners()) if self.processes.running else {}
         return {"memory": self.processes.memory(), "gpu_memory": gpus}
 
-    async def handoffs(self, at_least: int) -> dict[str, Any] | None:
-        """Return the cluster's KV reads since its start; wait a little until `at_least` of them are known."""
+    async def handoffs(self) -> dict[str, Any] | None:
+        """Return the cluster's KV reads since its start; wait a little until those of all requests are known."""
         if self.nodes is None:
             return None
         deadline = time.monotonic() + READS_KNOWN_S
@@ -72,7 +84,7 @@ class RunningSystem:
             status = await asyncio.to_thread(self.nodes.status)
             reads = [node.load.kv_reads for node in status.nodes] if status else []
             count = sum(read.count for read in reads)
-            if count >= at_least or time.monotonic() > deadline:
+            if count >= self.sent or time.monotonic() > deadline:
                 break
             await asyncio.sleep(POLL_S)
         seconds, size = sum(read.seconds for read in reads), sum(read.bytes for read in reads)
@@ -100,20 +112,8 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Runn
 @asynccontextmanager
 async def foreign(url: str, model: str) -> AsyncIterator[RunningSystem]:
     """Give a server with OpenAI's API to the block. model: empty for the first that it lists."""
-    target = OpenAiTarget(url, model=model)
-    await target.start()
-    try:
-        yield RunningSystem(
-            system=None,
-            target=target,
-            slots=0,
-            gpus={"prefill": 0, "decode": 0, "total": 0},
-            ready_s=None,
-            processes=Processes(Path()),
-            settings={"url": url},
-        )
-    finally:
-        await target.close()
+    async with OpenAiTarget(url, model=model).connected() as target:
+        yield RunningSystem(name=url, target=target, settings={"url": url})
 
 
 @asynccontextmanager
@@ -137,7 +137,8 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
         await ready(engines)
         prefill, decode = ([one for one in engines if one.settings.role == role] for role in ("prefill", "decode"))
         yield RunningSystem(
-            system=system,
+            name=system.name,
+            pads=system.pads,
             target=PlainProxy(prefill, decode) if system.kind in PAIRED else IndependentEngines(engines),
             slots=system.slots_on(machine) * (len(engines) - len(prefill)),
             gpus=system.gpus(machine),
@@ -177,10 +178,9 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         facts = {
             one.node.ref.node_id: {"kv_blocks": one.node.kv_blocks, "slots": one.node.slots} for one in status.nodes
         }
-        target = ClusterTarget(nodes.address)
-        try:
+        async with aclosing(ClusterTarget(nodes.address)) as target:
             yield RunningSystem(
-                system=system,
+                name=system.name,
                 target=target,
                 slots=sum(node.node.slots for node in status.nodes),
                 gpus=system.gpus(machine),
@@ -190,7 +190,5 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
                 fingerprint=status.fingerprint,
                 nodes=nodes,
             )
-        finally:
-            await target.close()
     finally:
         await asyncio.to_thread(nodes.stop)

@@ -23,6 +23,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
@@ -114,7 +115,6 @@ class NodeCounts:
 class _Sample:
     """A request on its way."""
 
-    request: Request
     outcome: Outcome
     need: Need
     decode: str = ""
@@ -127,6 +127,17 @@ class _Prompt:
 
     tokens_left: int
     samples: list[_Sample]
+
+
+class _Step(NamedTuple):
+    """A step of an engine: how long it takes, and what is known when it ends."""
+
+    duration_s: float
+    computed: list[_Prompt]
+    entered: list[_Sample]
+    """The samples of which it draws the first token."""
+    done: list[_Sample]
+    """The samples of which it draws the last token."""
 
 
 @dataclass(slots=True)
@@ -149,40 +160,37 @@ class Engine:
     """When the last read of KV from another engine that has been ordered here will end."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    computed: list[_Prompt] = field(default_factory=list)
-    entered: list[_Sample] = field(default_factory=list)
+    step: _Step | None = None
+    """The step that it computes."""
 
-    def begin_step(self) -> float | None:
-        """Take what the next step computes. Return how long it takes, or None if there is nothing to compute."""
+    def begin_step(self) -> _Step | None:
+        """Take what the next step computes. Return the step, or None if there is nothing to compute."""
+        entered = []
         while self.line and self.rows < self.rates.slots:
             sample = self.line.popleft()
             self.rows += 1
-            heapq.heappush(self.ends, (self.decode_steps + sample.request.max_tokens, sample.request.index, sample))
-            self.entered.append(sample)
+            request = sample.outcome.request
+            heapq.heappush(self.ends, (self.decode_steps + request.max_tokens, request.index, sample))
+            entered.append(sample)
         if not self.rows and not self.prompts:
             return None
-        room = STEP_TOKENS
+        room, computed = STEP_TOKENS, []
         while self.prompts and room >= min(1, self.prompts[0].tokens_left):
             taken = min(room, self.prompts[0].tokens_left)
             self.prompts[0].tokens_left -= taken
             room -= taken
             if not self.prompts[0].tokens_left:
-                self.computed.append(self.prompts.popleft())
+                computed.append(self.prompts.popleft())
         self.prompt_tokens += STEP_TOKENS - room
         self.output_tokens += self.rows
         prefill_s = (STEP_TOKENS - room) / self.rates.prefill_tokens_per_s
-        return prefill_s + (self.rates.step_s(self.rows) if self.rows else 0.0)
-
-    def end_step(self) -> tuple[list[_Prompt], list[_Sample], list[_Sample]]:
-        """Return the prompts that the step has computed, and the samples of which it drew the first and the last
-        token."""
+        duration_s = prefill_s + (self.rates.step_s(self.rows) if self.rows else 0.0)
         self.decode_steps += bool(self.rows)
         done = []
         while self.ends and self.ends[0][0] == self.decode_steps:
             done.append(heapq.heappop(self.ends)[2])
         self.rows -= len(done)
-        (computed, self.computed), (entered, self.entered) = (self.computed, []), (self.entered, [])
-        return computed, entered, done
+        return _Step(duration_s, computed, entered, done)
 
     def load(self, duration_s: float) -> float:
         """Return the share of its best speed that it worked at: 1 if it computed without a gap and with full slots."""
@@ -249,8 +257,7 @@ class _Cluster:
                 self._add(Engine(f"{letter}{number}", kind, rates), kv_blocks)
         self._samples = [
             _Sample(
-                request=request,
-                outcome=Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)),
+                outcome=Outcome(request=request),
                 need=Need(
                     num_prompt=len(request.prompt_token_ids),
                     max_tokens=request.max_tokens,
@@ -312,14 +319,13 @@ class _Cluster:
 
     def _pump(self) -> None:
         """Place samples in their order, until the first one has to wait."""
-        while self._queue and (pair := self._choose(self._queue[0].need)) is not None:
-            sample = self._queue.popleft()
+        while self._queue:
+            sample = self._queue[0]
+            pair = choose_pair(sample.need, self._decodes, self._prefills, lambda decode, prefill: True)
+            if pair is None:
+                return
             sample.decode, sample.prefill = pair
-            self._place(sample)
-
-    def _choose(self, need: Need) -> tuple[str, str] | None:
-        """Return the decode and the prefill node that the router would choose; all nodes are connected."""
-        return choose_pair(need, self._decodes, self._prefills, lambda decode, prefill: True)
+            self._place(self._queue.popleft())
 
     def _place(self, sample: _Sample) -> None:
         need, room, engine = sample.need, self._prefills[sample.prefill], self._engine_of[sample.prefill]
@@ -337,19 +343,20 @@ class _Cluster:
 
     def _step(self, engine: Engine) -> None:
         """End an engine's step and begin its next one, before the router knows of it."""
-        computed, entered, done = engine.end_step()
-        duration_s = engine.begin_step()
-        engine.is_awake = duration_s is not None
-        if duration_s is not None:
-            self._at(self._now + duration_s, engine)
-        for sample in entered:
+        ended, engine.step = engine.step, engine.begin_step()
+        engine.is_awake = engine.step is not None
+        if engine.step is not None:
+            self._at(self._now + engine.step.duration_s, engine)
+        if ended is None:
+            return
+        for sample in ended.entered:
             sample.outcome.arrivals.append((self._now, 1))
-        for prompt in computed:
+        for prompt in ended.computed:
             for sample in prompt.samples:
                 self._hand_over(sample)
-        for sample in done:
+        for sample in ended.done:
             self._finish(sample)
-        if computed or done:
+        if ended.computed or ended.done:
             self._pump()
 
     def _hand_over(self, sample: _Sample) -> None:
@@ -375,8 +382,8 @@ class _Cluster:
 
     def _finish(self, sample: _Sample) -> None:
         outcome = sample.outcome
-        if sample.request.max_tokens > 1:
-            outcome.arrivals.append((self._now, sample.request.max_tokens - 1))
+        if outcome.request.max_tokens > 1:
+            outcome.arrivals.append((self._now, outcome.request.max_tokens - 1))
         outcome.done_s = self._now
         self._decodes[sample.decode].give(sample.need)
         if (following := next(self._unsent, None)) is not None:

@@ -101,7 +101,6 @@ class Places(NamedTuple):
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
     colocated: tuple[int, ...] = ()
-    """The places of colocated nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 from rich import box
@@ -44,27 +43,17 @@ class Cell(NamedTuple):
 
 Rows = list[tuple[str, dict[str, Cell]]]
 """The name of each row, and its cells by column."""
+Table = dict[str, Rows]
+"""The rows of each section, by its title; all rows have the same columns."""
 
 
-class Table(NamedTuple):
-    """A table. `columns` leaves out the first column, which names the row."""
-
-    columns: tuple[str, ...] = ()
-    sections: tuple[tuple[str, list[tuple[str, tuple[Cell, ...]]]], ...] = ()
-    """For each section its title, and each row's name and cells."""
-
-
-def _table(sections: dict[str, Rows], *, keep_empty: bool = False) -> Table:
+def _without_empty(table: Table) -> Table:
     """Return a table without the columns that are empty in all rows."""
-    rows = [cells for section in sections.values() for _, cells in section]
-    if not rows:
-        return Table()
-    full = [keep_empty or any(cells[column].text != NOTHING for cells in rows) for column in rows[0]]
-    made = {
-        title: [(name, tuple(compress(cells.values(), full))) for name, cells in section]
-        for title, section in sections.items()
+    full = {column for rows in table.values() for _, row in rows for column in row if row[column].text != NOTHING}
+    return {
+        title: [(name, {column: cell for column, cell in row.items() if column in full}) for name, row in rows]
+        for title, rows in table.items()
     }
-    return Table(tuple(compress(rows[0], full)), tuple(made.items()))
 
 
 def summary(results: Results, baseline: str) -> Table:
@@ -86,7 +75,7 @@ def summary(results: Results, baseline: str) -> Table:
             "failed": _failed([run for run in results.runs if run["system"] == name]),
         }
         rows.append((name, cells))
-    return _table({"": rows}, keep_empty=True)
+    return {"": rows} if rows else {}
 
 
 def aggregate(results: Results, system: str, workloads: Sequence[str]) -> float | None:
@@ -164,13 +153,18 @@ def printed(results: Results, baseline: str) -> Printed:
 def as_rich(table: Table, *names: str) -> Printed:
     """Return a table for a terminal. names: the heads of the columns of section titles and of row names."""
     made = Printed(*names, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
+    for column in columns(table):
         made.add_column(column, justify="right")
-    for title, rows in table.sections:
+    for title, rows in table.items():
         for i, (name, row) in enumerate(rows):
-            texts = (Text(cell.text, _STYLES.get(cell.kind, "")) for cell in row)
+            texts = (Text(cell.text, _STYLES.get(cell.kind, "")) for cell in row.values())
             made.add_row(Text("" if i else title), Text(name), *texts)
     return made
+
+
+def columns(table: Table) -> list[str]:
+    """Return the columns of a table, without the first, which has the names of the rows."""
+    return list(next(iter(table.values()))[0][1]) if table else []
 
 
 def _by_workload(results: Results, baseline: str, cells: Callable[..., dict[str, Cell]]) -> Table:
@@ -186,7 +180,7 @@ def _by_workload(results: Results, baseline: str, cells: Callable[..., dict[str,
             for name in results.names:
                 if runs := results.runs_of(workload, name, concurrency):
                     sections.setdefault(title, []).append((name, cells(name, workload, runs, base)))
-    return _table(sections)
+    return _without_empty(sections)
 
 
 def systems(results: Results) -> Table:
@@ -211,7 +205,7 @@ def systems(results: Results) -> Table:
             "fingerprint": Cell(fingerprint if len(fingerprint) <= 24 else f"{fingerprint[:23]}…", "dim"),
         }
         rows.append((entry["system"], cells))
-    return _table({"": rows})
+    return _without_empty({"": rows} if rows else {})
 
 
 def kernels(entries: Sequence[Json]) -> Table:
@@ -231,7 +225,7 @@ def kernels(entries: Sequence[Json]) -> Table:
             "position-invariant": _invariant(entry, "position"),
         }
         sections[entry["kernel"]].append((entry["variant"], cells))
-    return _table(sections, keep_empty=True)
+    return sections
 
 
 def flat(values: Json) -> list[tuple[str, str]]:

@@ -8,24 +8,24 @@ A name is comma-separated `key=value`, checked in full before anything is read o
     sharegpt                       the built-in sample; sharegpt=PATH: a JSON file of ShareGPT
     blazedit                       the built-in sample; blazedit=PATH: JSON lines of Blazedit
 
-`rl=PxN` can be added to each of them. BurstGPT takes `model=GPT-4` (rows of that model only, as in vLLM's benchmark)
-and `arrivals=trace` (its own timestamps, at the given request rate). ShareGPT and Blazedit take `out=N` (the same
-output length for all). A path must not contain a comma.
+`rl=PxN` can be added to each of them. BurstGPT takes `model=GPT-4` (rows of that model only, as in vLLM's benchmark).
+ShareGPT and Blazedit take `out=N` (the same output length for all). A path must not contain a comma.
 
 A request is cut to fit a model: prompt and output together may have `max_model_len` tokens. If they have more, the one
 that is longer than half of this limit is cut; if both are longer than half, both are cut to half. A prompt loses its
 end. Requests are the same for every system and on every machine, with every version of Python: recorded results name a
-seed. This module must not know systems, tokenizers or clocks.
+seed. This module must not know systems or clocks.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
 import random
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -36,6 +36,7 @@ from corun.params import check_seed
 from corun.seeds import derive_seed, sample_seed
 from corun_bench.datasets import read_blazedit, read_burstgpt, read_sharegpt
 from corun_bench.driver import Request, Workload
+from router.text import Tokenizer
 
 Kind = Literal["synthetic", "burstgpt", "sharegpt", "blazedit"]
 Tokenize = Callable[[str], "list[int]"]
@@ -56,7 +57,7 @@ MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 """vLLM's limits on ShareGPT (is_valid_sequence in vllm/benchmarks/datasets): other conversations are left out."""
 _OPTIONS: Mapping[Kind, frozenset[str]] = {
     "synthetic": frozenset({"in", "out", "rl"}),
-    "burstgpt": frozenset({"model", "arrivals", "rl"}),
+    "burstgpt": frozenset({"model", "rl"}),
     "sharegpt": frozenset({"out", "rl"}),
     "blazedit": frozenset({"out", "rl"}),
 }
@@ -79,11 +80,8 @@ class Spec:
     prompts: int = 0
     """Prompts of a rollout; 0: as many as there are requests."""
     samples: int = 1
-    """Samples of each prompt."""
     model: str = ""
     """BurstGPT: rows of this model only; empty: all rows."""
-    follows_trace: bool = False
-    """Whether requests arrive in the bursts of the trace's own timestamps."""
 
     @property
     def name(self) -> str:
@@ -119,11 +117,7 @@ def parse(spec: str) -> Spec:
         raise InvalidArgumentError("workloads", spec, limit)
     if kind == "synthetic" and not {"in", "out"} <= set(fields):
         raise InvalidArgumentError("workloads", spec, "must be in=TOKENS,out=TOKENS or burstgpt, sharegpt, blazedit")
-    arrivals, rollout = fields.get("arrivals", "gamma"), fields.get("rl", "")
-    if arrivals not in {"gamma", "trace"}:
-        raise InvalidArgumentError("arrivals", arrivals, "must be gamma or trace")
-    if rollout and arrivals == "trace":
-        raise InvalidArgumentError("workloads", spec, "a rollout has no trace to follow")
+    rollout = fields.get("rl", "")
     prompts, _, samples = rollout.partition("x")
     return Spec(
         text=",".join("=".join(word.strip() for word in part.split("=", 1)) for part in spec.split(",")),
@@ -134,7 +128,6 @@ def parse(spec: str) -> Spec:
         prompts=_integer("rl", rollout, prompts, MAX_SAMPLES) if rollout else 0,
         samples=_integer("rl", rollout, samples, MAX_SAMPLES) if rollout else 1,
         model=fields.get("model", ""),
-        follows_trace=arrivals == "trace",
     )
 
 
@@ -158,11 +151,16 @@ def _integer(key: str, shown: str, digits: str, maximum: int) -> int:
 
 
 class _Sample(NamedTuple):
-    """A prompt, and the tokens to draw after it. An open loop may send it at the trace's time."""
+    """A prompt, and the number of tokens to draw after it."""
 
     prompt: tuple[int, ...]
     output_len: int
-    timestamp_s: float = 0.0
+
+
+def tokenizer(model: str) -> Tokenize:
+    """Return the function that tokenizes for a model. It loads the model's tokenizer when it is first called."""
+    load = functools.cache(lambda: Tokenizer.load(model))
+    return lambda text: list(load().encode(text))
 
 
 def make(
@@ -172,7 +170,7 @@ def make(
     vocab_size: int,
     max_model_len: int,
     seed: int,
-    tokenize: Tokenize | None = None,
+    tokenize: Tokenize,
     request_rate: float = math.inf,
     burstiness: float = 1.0,
 ) -> Workload:
@@ -180,17 +178,14 @@ def make(
 
     What had to be changed is logged: requests that were cut, records left out, prompts used again. An infinite
     `request_rate` is a closed loop. `tokenize` gets raw text: no chat template is applied. The numbers are those of
-    checked options (`corun_bench.options.check_options`). Raises InvalidArgumentError for a trace without a rate, a
-    file of another shape, or text without `tokenize`.
+    checked options (`corun_bench.options`). Raises InvalidArgumentError for a file of another shape.
     """
-    if spec.follows_trace and math.isinf(request_rate):
-        raise InvalidArgumentError("request_rate", request_rate, "must be above 0 and finite in an open loop")
     maker = _Maker(spec, vocab_size, seed, tokenize)
     made = maker.samples(spec.prompts or num_requests)
     fitted = []
     for sample in made:
         input_len, output_len = fit(len(sample.prompt), sample.output_len, max_model_len)
-        fitted.append(sample._replace(prompt=sample.prompt[:input_len], output_len=output_len))
+        fitted.append(_Sample(sample.prompt[:input_len], output_len))
     clipped = sum(before != after for before, after in zip(made, fitted, strict=True)) * spec.samples
     for count, what in (
         (clipped, f"requests cut to {max_model_len} tokens"),
@@ -201,9 +196,7 @@ def make(
             _log.warning("workload %s: %d %s", spec.name, count, what)
     total = len(made) * spec.samples
     times = [0.0] * total
-    if spec.follows_trace:
-        times = from_trace([sample.timestamp_s for sample in made], request_rate=request_rate)
-    elif not math.isinf(request_rate):
+    if not math.isinf(request_rate):
         times = gamma(total, request_rate=request_rate, burstiness=burstiness, seed=seed)
     requests: list[Request] = []
     arrivals = iter(times)
@@ -232,7 +225,7 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> tuple[int, int]:
 class _Maker:
     """Makes prompts in their order, with lengths as the data set has them."""
 
-    def __init__(self, spec: Spec, vocab_size: int, seed: int, tokenize: Tokenize | None) -> None:
+    def __init__(self, spec: Spec, vocab_size: int, seed: int, tokenize: Tokenize) -> None:
         self.left_out = 0
         """The number of records that cannot be used: failed, too short or too long, of another model or shape."""
         self.repeated = 0
@@ -249,22 +242,11 @@ class _Maker:
         return [_Sample(self._random(i, self._spec.input_len), self._spec.output_len) for i in range(count)]
 
     def _burstgpt(self, count: int) -> list[_Sample]:
-        """Return random tokens in the trace's lengths, of rows at random, or of neighbours if the trace times them."""
-        spec = self._spec
-        trace = read_burstgpt(spec.path, spec.model)
-        self.left_out, self.repeated = trace.left_out, max(0, count - len(trace))
-        if spec.follows_trace:
-            if len(trace) < count:
-                limit = f"arrivals=trace needs as many usable rows as requests, {count}, and has {len(trace)}"
-                raise InvalidArgumentError("workloads", spec.text, limit)
-            first = integers(self._seed, f"{spec.name}/window", 1, len(trace) - count + 1)[0]
-            rows = sorted(range(first, first + count), key=trace.timestamps.__getitem__)
-        else:
-            rows = self._pick(len(trace), count)
-        return [
-            _Sample(self._random(i, trace.prompt_tokens[row]), trace.output_tokens[row], trace.timestamps[row])
-            for i, row in enumerate(rows)
-        ]
+        """Return random tokens in the lengths of the trace's rows, which are picked at random."""
+        rows, self.left_out = read_burstgpt(self._spec.path, self._spec.model)
+        self.repeated = max(0, count - len(rows))
+        picked = [rows[row] for row in self._pick(len(rows), count)]
+        return [_Sample(self._random(i, prompt), output) for i, (prompt, output) in enumerate(picked)]
 
     def _sharegpt(self, count: int) -> list[_Sample]:
         turns, self.left_out = read_sharegpt(self._spec.path)
@@ -272,7 +254,8 @@ class _Maker:
         for row in self._pick(len(turns), len(turns)):
             if len(samples) == count:
                 break
-            prompt, answer = tuple(self._tokens(turns[row].prompt)), len(self._tokens(turns[row].answer))
+            said, answered = turns[row]
+            prompt, answer = tuple(self._tokens(said)), len(self._tokens(answered))
             output_len = self._spec.output_len or answer
             fits = len(prompt) <= MAX_PROMPT_TOKENS and len(prompt) + output_len <= MAX_TOTAL_TOKENS
             # A length that the user gave may be short: vLLM checks only what the data set has.
@@ -293,9 +276,10 @@ class _Maker:
         for i, row in enumerate(self._pick(len(edits), count)):
             # A record that is used again starts differently, so that no prefix cache knows it.
             again = f"Once more, {i // len(edits)}. " if i >= len(edits) else ""
+            code, change = edits[row]
             text = (
-                f"{again}Here is a file:\n```\n{edits[row].code}\n```\nChange it as follows:\n"
-                f"{edits[row].change_request}\nAnswer with the whole new file and nothing else.\n"
+                f"{again}Here is a file:\n```\n{code}\n```\nChange it as follows:\n"
+                f"{change}\nAnswer with the whole new file and nothing else.\n"
             )
             samples.append(_Sample(tuple(self._tokens(text)), self._spec.output_len or BLAZEDIT_OUTPUT_TOKENS))
         return samples
@@ -312,8 +296,6 @@ class _Maker:
         return pick(self._seed, f"{self._spec.name}/rows", size, count)
 
     def _tokens(self, text: str) -> list[int]:
-        if self._tokenize is None:
-            raise InvalidArgumentError("workloads", self._spec.text, "is text, which needs the model's tokenizer")
         tokens = self._tokenize(text)
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise InvalidArgumentError("tokenize", max(tokens), f"must be below the vocabulary's {self._vocab_size}")
@@ -331,22 +313,9 @@ def gamma(count: int, *, request_rate: float, burstiness: float = 1.0, seed: int
         return [(i + 1) / request_rate for i in range(count)]
     draw = random.Random(int.from_bytes(_key(seed, "arrivals"), "little"))
     times = list(accumulate(draw.gammavariate(burstiness, 1.0) for _ in range(count)))
-    return _scaled(times, count / request_rate)
-
-
-def from_trace(timestamps: Sequence[float], *, request_rate: float) -> list[float]:
-    """Return the bursts of a trace at another rate: the first request at 0, the last of n at n / request_rate."""
-    times = [at - timestamps[0] for at in timestamps]
-    if len(times) > 1 and times[-1] <= 0:
-        raise InvalidArgumentError("arrivals", "trace", "needs timestamps that differ")
-    return _scaled(times, len(times) / request_rate)
-
-
-def _scaled(times: list[float], last_s: float) -> list[float]:
-    """Return times that end at `last_s`. If the gaps are so bursty that all of them round to 0, they stay 0."""
-    if not times or times[-1] == 0:
+    if not times or times[-1] == 0:  # Gaps may be so bursty that all of them round to 0.
         return times
-    return [at * (last_s / times[-1]) for at in times]
+    return [at * (count / request_rate / times[-1]) for at in times]
 
 
 # Draws with different labels are independent, so one more draw anywhere changes no other.

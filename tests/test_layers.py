@@ -19,7 +19,7 @@ ENGINE = ("torch", "vllm", "nixl", "transformers")
 WATCH = ("prometheus_client", "opentelemetry")
 """What only the processes of a cluster load."""
 GENERATED = "corun/v1/"
-_KERNELS = ("attention", "communication", "functions", "invariance", "timing", "worker")
+_KERNELS = ("attention", "functions", "invariance", "worker")
 BENCH_ENGINE = {"corun_bench/engine.py", *(f"corun_bench/kernels/{name}.py" for name in _KERNELS)}
 """What of the benchmark may load torch or vLLM."""
 

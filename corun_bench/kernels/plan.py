@@ -15,7 +15,7 @@ module must not load torch. Variants of a kernel:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,16 +79,6 @@ class Task:
         return {**task, **dict.fromkeys(names), "error": "", **values}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessGroup:
-    """The work of one process, or of several processes that are ranks of one group."""
-
-    tasks: tuple[Task, ...]
-    environment: Mapping[str, str]
-    """The variables that are set before the process's device starts."""
-    ranks: int = 1
-
-
 def shapes_of(model_dir: Path, ranks: int) -> tuple[Shapes, list[str]]:
     """Read a model's shapes on one tensor-parallel rank from its config.json; return them and notes for the report.
 
@@ -148,20 +138,20 @@ def missing_here(options: KernelOptions) -> Iterator[Row]:
             yield {"kernel": NAMES["attention"], "variant": "all", "reason": reason}
 
 
-def process_groups(shapes: Shapes, options: KernelOptions) -> list[ProcessGroup]:
-    """Return everything to measure, by process: one for each library, so that its crash loses no other results."""
+def process_groups(shapes: Shapes, options: KernelOptions) -> list[list[Task]]:
+    """Return everything to measure, by process: one for each library, so that its crash loses no other results.
+
+    All tasks of a process have the same environment and as many ranks, each of which is a process.
+    """
     found: dict[tuple[Any, ...], list[Task]] = {}
     for task in _tasks(shapes, options):
         library = task.op if task.op in _VARIANTS else "small kernels"
-        found.setdefault((library, *_environment(task, options.device).items()), []).append(task)
-    return [
-        ProcessGroup(
-            tasks=tuple(tasks),
-            environment=_environment(tasks[0], options.device),
-            ranks=options.ranks if tasks[0].op == "all_reduce" else 1,
-        )
-        for tasks in found.values()
-    ]
+        found.setdefault((library, *environment(task, options.device).items()), []).append(task)
+    return list(found.values())
+
+
+def ranks_of(task: Task, options: KernelOptions) -> int:
+    return options.ranks if task.op == "all_reduce" else 1
 
 
 def _tasks(shapes: Shapes, options: KernelOptions) -> Iterator[Task]:
@@ -188,7 +178,8 @@ def _tasks(shapes: Shapes, options: KernelOptions) -> Iterator[Task]:
                         )
 
 
-def _environment(task: Task, device: str) -> dict[str, str]:
+def environment(task: Task, device: str) -> dict[str, str]:
+    """Return the variables that are set before the process's device starts."""
     if task.variant == "nosplitk":
         settings = pin.gpu_settings()
         return {name: settings[name] for name in _CUBLAS}

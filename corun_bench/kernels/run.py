@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,19 @@ from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
 from corun_bench import tables
 from corun_bench.children import Processes
-from corun_bench.kernels.plan import NAMES, RANK, UNSET, ProcessGroup, Row, missing_here, process_groups, shapes_of
-from corun_bench.options import KernelOptions
+from corun_bench.kernels.plan import (
+    NAMES,
+    RANK,
+    UNSET,
+    Row,
+    Task,
+    environment,
+    missing_here,
+    process_groups,
+    ranks_of,
+    shapes_of,
+)
+from corun_bench.options import KernelOptions, plain
 from corun_bench.results import KERNELS_SCHEMA
 
 _REPEATS = {"cuda": 100, "cpu": 10}  # GPU: as in the paper's Fig. 2. CPU: enough for a rough figure.
@@ -63,10 +74,10 @@ def measure(options: KernelOptions, tell: Callable[[str], None]) -> dict[str, An
     rows: list[Row] = []
     unavailable: list[Row] = list(missing_here(options))
     found = process_groups(shapes, options)
-    for number, group in enumerate(found, 1):
-        kernels, variants = ({getattr(task, name): 0 for task in group.tasks} for name in ("kernel", "variant"))
+    for number, tasks in enumerate(found, 1):
+        kernels, variants = ({getattr(task, name): 0 for task in tasks} for name in ("kernel", "variant"))
         tell(f"{number} of {len(found)}: {', '.join(kernels)} ({', '.join(variants)})")
-        measured, missing = run(group, options)
+        measured, missing = run(tasks, options)
         rows += measured
         unavailable += missing
     conditions = _conditions(options, facts, distribution)
@@ -108,25 +119,25 @@ def _conditions(options: KernelOptions, facts: Mapping[str, Any], distribution: 
     }
 
 
-def run(group: ProcessGroup, options: KernelOptions) -> tuple[list[Row], list[Row]]:
-    """Run a group; return all its planned rows, and what does not run here.
+def run(tasks: Sequence[Task], options: KernelOptions) -> tuple[list[Row], list[Row]]:
+    """Run the tasks of a process; return all their planned rows, and what does not run here.
 
     A row that the process did not reach has the end of that process as its error.
     """
-    plain = {field.name: getattr(options, field.name) for field in fields(KernelOptions)}  # Not those of a command.
-    spec = {"options": plain, "ranks": group.ranks, "tasks": [asdict(task) for task in group.tasks]}
-    lines, end = _work(spec, group.environment, group.ranks, options.timeout_s)
+    ranks = ranks_of(tasks[0], options)
+    spec = {"options": plain(options, KernelOptions), "ranks": ranks, "tasks": [asdict(task) for task in tasks]}
+    lines, end = _work(spec, environment(tasks[0], options.device), ranks, options.timeout_s)
     rows = [line["row"] for line in lines if "row" in line]
     unavailable = [line["unavailable"] for line in lines if "unavailable" in line]
     done = {(line["kernel"], line["variant"], line["rows"]) for line in [*rows, *unavailable]}
-    for task in group.tasks:
+    for task in tasks:
         missing = [n for n in task.rows if (task.kernel, task.variant, n) not in done]
         rows += [task.row(n, error=end or "the process wrote nothing about it") for n in missing]
     return rows, unavailable
 
 
 def _work(
-    spec: Mapping[str, Any], environment: Mapping[str, str], ranks: int, timeout_s: float
+    spec: Mapping[str, Any], variables: Mapping[str, str], ranks: int, timeout_s: float
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the processes of a group. Return what rank 0 wrote, and how the processes failed if they did.
 
@@ -136,7 +147,7 @@ def _work(
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as path, Processes(Path(path)) as processes:
         text = json.dumps({**spec, "meeting": f"{path}/meeting"})
         for rank in range(ranks):
-            env = {"VLLM_LOGGING_LEVEL": "ERROR", **inherited, **environment, RANK: str(rank)}
+            env = {"VLLM_LOGGING_LEVEL": "ERROR", **inherited, **variables, RANK: str(rank)}
             processes.start(f"rank {rank}", _WORKER, text, f"{path}/results-{rank}", env=env)
         try:
             processes.finish([f"rank {rank}" for rank in range(ranks)], timeout_s)

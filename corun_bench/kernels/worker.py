@@ -1,7 +1,7 @@
 """A process that measures kernels: `python -m corun_bench.kernels.worker JSON RESULTS` writes JSON lines.
 
-Each result is written at once, so that a crash loses nothing that was measured before. This module must not know what
-other processes measure.
+Each result is written at once, so that a crash loses nothing that was measured before. A launch is timed on cold
+inputs. This module must not know what other processes measure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import platform
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,17 +25,20 @@ from torch import distributed
 from corun.node.vllm import pin
 from corun_bench.conditions import cpu, smi
 from corun_bench.kernels.attention import attention
-from corun_bench.kernels.communication import all_reduce
 from corun_bench.kernels.functions import FUNCTIONS, Kernel, Place, UnavailableKernelError, of_rows
-from corun_bench.kernels.invariance import IDLE, invariance, verdict
+from corun_bench.kernels.invariance import IDLE, Launch, invariance, verdict
 from corun_bench.kernels.plan import RANK, Task
-from corun_bench.kernels.timing import durations_us
 from corun_bench.options import KernelOptions
 
 _RANK_TIMEOUT = timedelta(minutes=5)
 _SMI_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 # On a CPU this many inputs take turns, so that they do not stay in its caches.
 _TURNS = 3
+_WARM_UPS = _FEWEST = 3
+# More than the L2 cache of any GPU: what a launch reads comes from memory, as a model's weights do.
+_FLUSH_BYTES = 256 << 20
+# About a millisecond. While the GPU waits, the host queues the launch and both events: launching is not timed.
+_HEAD_START_CYCLES = 2_000_000
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,7 +117,7 @@ def build(task: Task, place: Place, pool: int) -> Kernel:
     if task.op == "attention":
         return attention(task, place, pool)
     if task.op == "all_reduce":  # Every rank has its own values.
-        return of_rows(task, replace(place, seed=place.seed + 1 + distributed.get_rank()), pool, all_reduce)
+        place = replace(place, seed=place.seed + 1 + distributed.get_rank())
     return of_rows(task, place, pool, FUNCTIONS[task.op])
 
 
@@ -146,6 +150,53 @@ def _measured(
         batch_equal=found["batch"],
         position_equal=found["position"],
     )
+
+
+def durations_us(
+    launches: Sequence[Launch], *, repeats: int, budget_s: float, before: Callable[[], None] | None = None
+) -> list[float]:
+    """Time up to `repeats` launches, and at least three, on cold inputs; return the microseconds of each.
+
+    launches: the same kernel on different inputs, which take turns. budget_s: the time in seconds; if all repeats would
+    take longer, there are fewer. before: called ahead of each launch. With it the budget does not count, because every
+    rank of a collective must repeat equally often.
+    """
+    output = launches[0]()
+    started = time.perf_counter()
+    for number in range(_WARM_UPS):
+        output = launches[number % len(launches)]()
+    if output.is_cuda:
+        torch.cuda.synchronize()
+    each_s = (time.perf_counter() - started) / _WARM_UPS
+    count = repeats if before else max(_FEWEST, min(repeats, int(budget_s / max(each_s, 1e-9))))
+    turns = [launches[number % len(launches)] for number in range(count)]
+    if output.is_cuda:
+        return _on_gpu(turns, output.device, before)
+    found = []
+    for launch in turns:
+        if before:
+            before()
+        started = time.perf_counter()
+        launch()
+        found.append((time.perf_counter() - started) * 1e6)
+    return found
+
+
+def _on_gpu(turns: Sequence[Launch], device: torch.device, before: Callable[[], None] | None) -> list[float]:
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+    pairs = []
+    for launch in turns:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        if before:
+            before()
+        start.record()
+        launch()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
 
 if __name__ == "__main__":

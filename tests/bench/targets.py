@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from corun.errors import CorunError
-from corun_bench.driver import Outcome, Request, Target
+from corun_bench.driver import Outcome, Target
 
 
 @dataclass
@@ -28,7 +28,8 @@ class FakeTarget(Target):
     forgotten: int = 0
     settled: int = 0
 
-    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+    async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
+        request = outcome.request
         self.started.append(request.index)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -39,7 +40,7 @@ class FakeTarget(Target):
             crowd = self.most if self.crowd_shows else 0
             draw = random.Random(f"{request.prompt_token_ids} {request.seed} {crowd}")
             for _ in range(request.max_tokens - self.lost_tokens):
-                outcome.arrivals.append((clock(), 1))
+                outcome.arrivals.append((time.monotonic(), 1))
                 outcome.token_ids.append(draw.randrange(100))
                 if logprobs:
                     outcome.logprobs.append(-draw.random())
@@ -71,14 +72,12 @@ class FakeEngine:
     async def draw(
         self,
         request_id: str,
-        prompt: tuple[int, ...],
-        sampling: dict[str, Any],
         outcome: Outcome,
-        clock: Callable[[], float],
+        sampling: dict[str, Any],
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         self.asked.append((request_id, sampling, transfer))
         self.in_flight += 1
-        outcome.arrivals.append((clock(), sampling["max_tokens"]))
+        outcome.arrivals.append((time.monotonic(), sampling["max_tokens"]))
         outcome.token_ids += [7] * sampling["max_tokens"]
         return self.transfer

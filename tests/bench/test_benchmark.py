@@ -14,7 +14,6 @@ from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun_bench import benchmark, conditions, results, workloads
 from corun_bench.benchmark import Benchmark
-from corun_bench.children import Processes
 from corun_bench.driver import Target
 from corun_bench.engines import IndependentEngines
 from corun_bench.options import BenchOptions
@@ -25,14 +24,6 @@ from tests.bench.targets import FakeEngine, FakeTarget
 
 class FakeRunning(RunningSystem):
     """A system that is up, without processes."""
-
-    def __init__(self, system: System, target: Any) -> None:
-        gpus = {"prefill": 1, "decode": 1, "total": 1}
-        processes = Processes(Path("/nowhere"))
-        super().__init__(
-            system=system, target=target, slots=4, gpus=gpus, ready_s=1.0, processes=processes, settings={}
-        )
-        self.engines = getattr(target, "engines", [])
 
     def check(self) -> None:
         """Nothing can end."""
@@ -52,7 +43,9 @@ def over(monkeypatch: pytest.MonkeyPatch, **targets: Target) -> None:
     async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
         if system.name not in targets:
             raise UnavailableError("it does not start\nits log")
-        yield FakeRunning(system, targets[system.name])
+        target = targets[system.name]
+        engines = getattr(target, "engines", [])
+        yield FakeRunning(name=system.name, target=target, settings={}, pads=system.pads, slots=4, engines=engines)
 
     monkeypatch.setattr(benchmark, "up", up)
 

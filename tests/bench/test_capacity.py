@@ -12,10 +12,10 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun_bench import capacity
-from corun_bench.capacity import _load, _together, is_carried, paths_of, quantiles
+from corun_bench.capacity import _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
-from corun_bench.driver import Outcome
+from corun_bench.driver import Outcome, Request
 from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
 from corun_bench.load import Load, LoadResults, _read, age_s, time_code
 from corun_bench.options import CapacityOptions
@@ -58,12 +58,6 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     assert table[-1] == f"carried: {json.loads(line)['carried_decode_nodes']} decode nodes"
 
 
-def test_streams_of_their_own_are_measured_if_asked_for() -> None:
-    """They saturate a router long before a shared stream does, which would end a search."""
-    assert paths_of(CapacityOptions()) == ["router", "direct"]
-    assert paths_of(CapacityOptions(separate=True)) == ["router", "separate", "direct"]
-
-
 class LateClients(Processes):
     """Clients that come up one after the other, noted with what is waited for and looked at."""
 
@@ -96,34 +90,6 @@ def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path
     assert len(polls) == 2
 
 
-async def load_of(stream: type[FakeDirect], tmp_path: Path) -> LoadResults:
-    """What a client says of a fake node."""
-    engine = StepEngine(0.002, 8)
-    server = stream(engine).server
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    setup = CapacityOptions(decode_nodes=1, slots=4, prompt_tokens=3, output_tokens=8, ramp_s=0.01)
-    await server.start()
-    load = Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused"))
-    ticking, stop = asyncio.ensure_future(engine.tick()), asyncio.Event()
-    running = asyncio.ensure_future(load.run(stop))
-    try:
-        while len(load.samples) < 12 and not running.done():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        stop.set()
-        return await running
-    finally:
-        ticking.cancel()
-        await server.stop(0.0)
-
-
-async def test_the_client_counts_every_token_and_its_step(tmp_path: Path) -> None:
-    results = await load_of(FakeDirect, tmp_path)
-    assert results.errors == []
-    assert results.calls > 4
-    assert results.tokens == 2 + 4 + 6 + 8 + 8 * (results.calls - 4) == len(results.times) // 2
-    assert all(0 <= age < 5 for age in results.times[1::2])
-
-
 class Forgetful(FakeDirect):
     """Leaves out the first token of every sample."""
 
@@ -134,9 +100,26 @@ class Forgetful(FakeDirect):
 
 
 async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:
-    results = await load_of(Forgetful, tmp_path)
-    assert len(results.errors) == results.calls
+    engine = StepEngine(0.002, 8)
+    server = Forgetful(engine).server
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    setup = CapacityOptions(decode_nodes=1, slots=4, prompt_tokens=3, output_tokens=8, ramp_s=0.01)
+    await server.start()
+    load = Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused"))
+    ticking, stop = asyncio.ensure_future(engine.tick()), asyncio.Event()
+    running = asyncio.ensure_future(load.run(stop))
+    try:
+        while len(load.samples) < 12 and not running.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        stop.set()
+        results = await running
+    finally:
+        ticking.cancel()
+        await server.stop(0.0)
+    assert len(results.errors) == results.calls > 4
     assert "7 of 8 tokens came" in results.errors[-1]
+    assert results.tokens == 1 + 3 + 5 + 7 + 7 * (results.calls - 4) == len(results.times)
+    assert all(0 <= age < 5 for _, age in results.times)
 
 
 def test_a_token_says_when_it_was_emitted_in_bits_that_fp32_keeps() -> None:
@@ -144,8 +127,9 @@ def test_a_token_says_when_it_was_emitted_in_bits_that_fp32_keeps() -> None:
         code = time_code(at)
         assert struct.unpack("<f", struct.pack("<f", code))[0] == code
         assert age_s(code, at + 150.0) == pytest.approx(150.0, abs=2e-5)
-    skipped = Outcome(index=0, num_prompt_tokens=1, arrivals=[(0.0, 2)], token_ids=[1, 3], logprobs=[-1.0, -2.0])
-    assert _read(2, skipped, LoadResults()) == "its tokens are not of one step after the other"
+    request = Request(index=0, prompt_token_ids=(1,), max_tokens=2, seed=0)
+    skipped = Outcome(request=request, arrivals=[(0.0, 2)], token_ids=[1, 3], logprobs=[-1.0, -2.0])
+    assert _read(skipped, LoadResults()) == "its tokens are not of one step after the other"
 
 
 def test_quantiles_are_of_what_came() -> None:

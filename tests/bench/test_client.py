@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from corun.errors import InvalidArgumentError, UnavailableError
+from corun.errors import CorunError, InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import expected
 from corun.v1 import cluster_service_pb2 as pb
@@ -27,20 +26,13 @@ from tests.gateway.serving import serving
 PROMPT = (5, 6, 7)
 
 
-@asynccontextmanager
-async def started(url: str, **options: Any) -> AsyncIterator[OpenAiTarget]:
-    target = OpenAiTarget(url, **options)
-    await target.start()
-    try:
-        yield target
-    finally:
-        await target.close()
-
-
 async def measured(target: Target, max_tokens: int = 8, *, logprobs: bool = False, seed: int = 1) -> Outcome:
     request = Request(index=0, prompt_token_ids=PROMPT, max_tokens=max_tokens, seed=seed)
-    outcome = Outcome(index=0, num_prompt_tokens=len(PROMPT))
-    await target.run(request, outcome, logprobs=logprobs, clock=time.monotonic)
+    outcome = Outcome(request=request)
+    try:
+        await target.run(outcome, logprobs=logprobs)
+    except CorunError as error:
+        outcome.error = str(error)
     return outcome
 
 
@@ -89,22 +81,21 @@ DONE = event(b"[DONE]")
 
 
 async def test_the_gateway_and_the_router_are_measured_token_by_token(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http, started(http.gateway.url) as target:
+    async with cluster(model) as fake, serving(fake) as http, OpenAiTarget(http.gateway.url).connected() as target:
         for node in fake.nodes:
             if node.info.slots:
                 node.engine.step_ms = 20.0  # Steps that come faster are sent together.
         router = ClusterTarget(fake.address)
         outcomes = [await measured(one, 20, logprobs=True, seed=7) for one in (target, router)]
         router.settle()
-        with pytest.raises(InvalidArgumentError, match="max_tokens = 600"):
-            await measured(router, 600)
-        forged = Outcome(index=0, num_prompt_tokens=3)
+        assert "max_tokens = 600" in (await measured(router, 600)).error
+        forged = Outcome(request=outcomes[0].request)
         message = pb.GenerateResponse(token_ids=[1], logprobs=[-1.0])
         message.receipt.output_digest = "0" * 64
         router._received.append((forged, [(0.0, message.SerializeToString())]))
         router.settle()
         assert forged.error == "its receipt is of other tokens"
-        await router.close()
+        await router.aclose()
         plain = await measured(target, 20, seed=7)
     ids, logprobs, _ = expected(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, temperature=TEMPERATURE), 7)
     for outcome in outcomes:
@@ -119,7 +110,11 @@ async def test_the_gateway_and_the_router_are_measured_token_by_token(model: str
 
 async def test_hundreds_of_requests_at_once(model: str) -> None:
     patient: dict[str, Any] = {"heartbeat_timeout_ms": 60_000}  # All of it is one process, and busy.
-    async with cluster(model, slots=64, **patient) as fake, serving(fake) as http, started(http.gateway.url) as target:
+    async with (
+        cluster(model, slots=64, **patient) as fake,
+        serving(fake) as http,
+        OpenAiTarget(http.gateway.url).connected() as target,
+    ):
         for node in fake.nodes:
             if node.info.slots:
                 node.engine.step_ms = 0.0
@@ -129,23 +124,23 @@ async def test_hundreds_of_requests_at_once(model: str) -> None:
 
 async def test_errors_are_noted(model: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
-        async with started(http.gateway.url, model="another") as target:
+        async with OpenAiTarget(http.gateway.url, model="another").connected() as target:
             assert (await measured(target)).error.startswith("HTTP 404: the model 'another' does not exist")
-        async with started(http.gateway.url) as target:
+        async with OpenAiTarget(http.gateway.url).connected() as target:
             assert "max_tokens = 600: must be at most" in (await measured(target, 600)).error
-    async with started("http://127.0.0.1:1", model="m") as target:
+    async with OpenAiTarget("http://127.0.0.1:1", model="m").connected() as target:
         assert "ClientConnectorError" in (await measured(target)).error
     stranger = Stranger()
     stranger.status, stranger.parts = 502, [b"<html>\n" + b"x" * 1000]
     async with stranger.serving() as url:
-        async with started(url, model="m") as target:
+        async with OpenAiTarget(url, model="m").connected() as target:
             error = (await measured(target)).error
         with pytest.raises(UnavailableError, match="HTTP 404"):
-            await OpenAiTarget(url).start()
+            await OpenAiTarget(url).connected().__aenter__()
     assert error.startswith("HTTP 502: <html> xxx")
     assert len(error) <= 200
     with pytest.raises(UnavailableError):
-        await OpenAiTarget("http://127.0.0.1:1").start()
+        await OpenAiTarget("http://127.0.0.1:1").connected().__aenter__()
     with pytest.raises(InvalidArgumentError):
         OpenAiTarget("127.0.0.1:8000")
 
@@ -163,7 +158,7 @@ COUNTED: dict[str, tuple[list[bytes], list[int]]] = {
 async def test_tokens_are_counted_as_well_as_the_server_lets_us(name: str) -> None:
     stranger = Stranger()
     stranger.parts, counts = COUNTED[name]
-    async with stranger.serving() as url, started(url, model="m") as target:
+    async with stranger.serving() as url, OpenAiTarget(url, model="m").connected() as target:
         outcome = await measured(target, 3)
     assert (outcome.error, [count for _, count in outcome.arrivals]) == ("", counts)
     assert outcome.token_ids == []
@@ -184,7 +179,7 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
 async def test_a_broken_answer_is_an_error(name: str) -> None:
     stranger = Stranger()
     stranger.parts, message = BROKEN[name]
-    async with stranger.serving() as url, started(url, model="m") as target:
+    async with stranger.serving() as url, OpenAiTarget(url, model="m").connected() as target:
         outcome = await measured(target, 3)
     assert any(part in outcome.error for part in message.split("|")), outcome.error
 
@@ -195,9 +190,9 @@ async def test_a_server_that_stops_or_sends_for_ever_is_an_error(monkeypatch: py
     async with stranger.serving() as url:
         with monkeypatch.context() as patched:
             patched.setattr(client, "TIMEOUT_S", 0.1)
-            async with started(url, model="m") as target:
+            async with OpenAiTarget(url, model="m").connected() as target:
                 assert (await measured(target)).error == "no end after 0.1 s"
         monkeypatch.setattr(client, "MAX_EVENT_BYTES", 2**10)
         stranger.parts = [b"data: " + b"x" * 2**16]
-        async with started(url, model="m") as target:
+        async with OpenAiTarget(url, model="m").connected() as target:
             assert "LineTooLong" in (await measured(target)).error

@@ -41,7 +41,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--num-prompts 0", "num_prompts = 0: must be at least 1"),
         ("--mismatch-tokens 0", "mismatch_tokens = 0: must be at least 1"),
         ("--max-model-len 1", "max_model_len = 1: must be at least 2"),
-        ("--max-concurrency 4 0", "max_concurrency, padding = 0: must be at least 1"),
+        ("--max-concurrency 4 0", "max_concurrency = 0: must be at least 1"),
         ("--request-rate nan", "request_rate = nan: must be above 0"),
         ("--timeout-s 0", "timeout_s = 0.0: must be above 0"),
         ("--burstiness 0", "burstiness = 0.0: must be above 0"),

@@ -18,7 +18,7 @@ async def test_a_closed_loop_keeps_as_many_in_flight_as_may_be() -> None:
     target = FakeTarget()
     run = await drive(target, workload(13))
     assert (target.most, target.started, target.forgotten, target.settled) == (4, list(range(13)), 1, 1)
-    assert [outcome.index for outcome in run.outcomes] == list(range(13))
+    assert [outcome.request.index for outcome in run.outcomes] == list(range(13))
     assert all(len(outcome.token_ids) == 3 and not outcome.error for outcome in run.outcomes)
     assert run.duration_s == max(outcome.done_s for outcome in run.outcomes)
 

@@ -55,8 +55,8 @@ async def engine(model: str, directory: Path) -> AsyncIterator[Engine]:
 
 
 async def draw(made: Engine) -> Outcome:
-    outcome = Outcome(index=0, num_prompt_tokens=2)
-    await asyncio.wait_for(made.draw("r1", (1, 2), {"max_tokens": 3}, outcome, time.monotonic), DEADLINE_S)
+    outcome = Outcome(request=REQUEST)
+    await asyncio.wait_for(made.draw("r1", outcome, {"max_tokens": 3}), DEADLINE_S)
     return outcome
 
 

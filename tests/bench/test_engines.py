@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,22 +12,18 @@ from tests.bench.targets import FakeEngine
 REQUEST = Request(index=0, prompt_token_ids=(1, 2), max_tokens=9, seed=5)
 
 
-def outcome() -> Outcome:
-    return Outcome(index=0, num_prompt_tokens=2)
-
-
 async def test_each_request_goes_to_the_least_busy_engine() -> None:
     engines: Any = [FakeEngine("a"), FakeEngine("b")]
     target = IndependentEngines(engines)
     for _ in range(4):
-        await target.run(REQUEST, outcome(), logprobs=False, clock=time.perf_counter)
+        await target.run(Outcome(request=REQUEST), logprobs=False)
     assert [len(engine.asked) for engine in engines] == [2, 2]
 
 
 async def test_the_proxy_prefills_one_token_and_hands_on_what_prefill_says() -> None:
     prefill, decode = FakeEngine("p", {"remote_engine_id": "p"}), FakeEngine("d")
-    found = outcome()
-    await PlainProxy([prefill], [decode]).run(REQUEST, found, logprobs=True, clock=time.perf_counter)  # type: ignore[list-item]
+    found = Outcome(request=REQUEST)
+    await PlainProxy([prefill], [decode]).run(found, logprobs=True)  # type: ignore[list-item]
     (name, first, wanted), (same, second, handed) = prefill.asked[0], decode.asked[0]
     assert name == same
     assert (first["max_tokens"], first["seed"], second["max_tokens"], second["logprobs"]) == (1, 5, 9, 0)
@@ -37,4 +32,4 @@ async def test_the_proxy_prefills_one_token_and_hands_on_what_prefill_says() -> 
     assert handed == {"remote_engine_id": "p"}
     assert len(found.arrivals) == 1  # of decode alone
     with pytest.raises(InternalError, match="p gave no transfer parameters"):
-        await PlainProxy([FakeEngine("p")], [decode]).run(REQUEST, found, logprobs=False, clock=time.perf_counter)  # type: ignore[list-item]
+        await PlainProxy([FakeEngine("p")], [decode]).run(found, logprobs=False)  # type: ignore[list-item]

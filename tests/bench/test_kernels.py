@@ -18,9 +18,8 @@ from corun_bench.cli import Kernels
 from corun_bench.kernels import attention, plan, run, worker
 from corun_bench.kernels.functions import Place, UnavailableKernelError
 from corun_bench.kernels.invariance import invariance, verdict
-from corun_bench.kernels.plan import ProcessGroup, Task
-from corun_bench.kernels.timing import durations_us
-from corun_bench.kernels.worker import measure_task
+from corun_bench.kernels.plan import Task
+from corun_bench.kernels.worker import durations_us, measure_task
 from corun_bench.options import KernelOptions
 
 CONFIG = {
@@ -171,19 +170,22 @@ ON_GPUS = replace(
 
 def test_every_variant_runs_in_the_environment_and_with_the_rows_that_make_it_so(tmp_path: Path) -> None:
     shapes, _ = plan.shapes_of(write_config(tmp_path), 1)
-    by_variant = {
-        (task.op, task.variant): group for group in plan.process_groups(shapes, ON_GPUS) for task in group.tasks
-    }
+    by_variant = {(task.op, task.variant): tasks for tasks in plan.process_groups(shapes, ON_GPUS) for task in tasks}
+
+    def environment(op: str, variant: str) -> dict[str, str]:
+        return plan.environment(by_variant[op, variant][0], "cuda")
+
     assert {variant for op, variant in by_variant if op == "matmul"} == {"std", "bi", "fixed", "nosplitk"}
-    assert by_variant["matmul", "std"].environment == by_variant["all_reduce", "custom"].environment == {}
-    pinned = by_variant["matmul", "nosplitk"]
-    assert pinned.environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-    assert {task.variant for task in pinned.tasks} == {"nosplitk"}
-    assert by_variant["all_reduce", "std"].environment["NCCL_ALGO"] == "allreduce:ring"
-    assert by_variant["all_reduce", "bi"].environment["NCCL_ALGO"] == "allreduce:tree"
-    assert (by_variant["all_reduce", "custom"].ranks, by_variant["matmul", "std"].ranks) == (2, 1)
+    assert environment("matmul", "std") == environment("all_reduce", "custom") == {}
+    pinned = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+    assert environment("matmul", "nosplitk") == pinned
+    assert {task.variant for task in by_variant["matmul", "nosplitk"]} == {"nosplitk"}
+    assert environment("all_reduce", "std")["NCCL_ALGO"] == "allreduce:ring"
+    assert environment("all_reduce", "bi")["NCCL_ALGO"] == "allreduce:tree"
+    ranks = [plan.ranks_of(by_variant[one][0], ON_GPUS) for one in (("all_reduce", "custom"), ("matmul", "std"))]
+    assert ranks == [2, 1]
     assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "VLLM_BATCH_INVARIANT"} <= plan.UNSET
-    rows = {(task.op, task.variant): (task.rows, task.places) for group in by_variant.values() for task in group.tasks}
+    rows = {(task.op, task.variant): (task.rows, task.places) for tasks in by_variant.values() for task in tasks}
     assert rows["matmul", "std"] == ((1, 16, 2048), 0)
     assert rows["matmul", "fixed"] == ((1, 16), 256)
     assert rows["attention", "std"] == ((1, 16), 0)
@@ -197,7 +199,7 @@ def test_what_a_device_does_not_have_is_named(tmp_path: Path) -> None:
     assert missing["AllReduce", "all"] == "needs two or more devices"
     assert ("Attention decode", "bi") not in missing
     shapes, _ = plan.shapes_of(write_config(tmp_path), 1)
-    tasks = [task for group in plan.process_groups(shapes, on_cpu) for task in group.tasks]
+    tasks = [task for tasks in plan.process_groups(shapes, on_cpu) for task in tasks]
     assert {task.kernel for task in tasks if task.op == "mean"} == {"Mean bf16", "Mean fp32"}
     assert {task.kernel for task in tasks if task.op == "softmax"} == {"Softmax fp32"}
 
@@ -287,14 +289,11 @@ def test_flash_attention_is_called_as_vllm_calls_it(
     assert f"FlashAttention {version}" in name
 
 
-GROUP = ProcessGroup(tasks=(TASK,), environment={})
-
-
 def test_a_process_that_ends_early_or_never_leaves_rows_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, _ = run.run(GROUP, replace(OPTIONS, timeout_s=0.01))
+    rows, _ = run.run([TASK], replace(OPTIONS, timeout_s=0.01))
     assert [(row["rows"], "did not end within 0.01 s" in row["error"]) for row in rows] == [(1, True), (4, True)]
     monkeypatch.setattr(run, "_WORKER", "no_such_module")
-    rows, _ = run.run(GROUP, OPTIONS)
+    rows, _ = run.run([TASK], OPTIONS)
     assert [row["rows"] for row in rows] == [1, 4]
     assert all("ended with 1" in row["error"] and "no_such_module" in row["error"] for row in rows)
 

@@ -25,7 +25,7 @@ def options(workload: str, **own: Any) -> PlanOptions:
     return PlanOptions(workload=workload, **given | own)
 
 
-def test_a_pair_wastes_its_decode_node_where_prompts_are_long() -> None:
+def test_a_pair_wastes_a_node_where_one_side_has_little_to_do() -> None:
     found = plan(options("in=4096,out=4", num_gpus=2))
     speeds = {row["placement"]: row["output_throughput"] for row in found["placements"]}
     assert speeds.keys() == {"1p1d", "2c", "1p1c", "1d1c"}
@@ -34,9 +34,6 @@ def test_a_pair_wastes_its_decode_node_where_prompts_are_long() -> None:
     wasted = [reason for reason in found["reasons"] if reason.startswith("1p1d wastes its decode nodes: they do 2% of")]
     assert len(wasted) == 1
     assert "while its prefill nodes do 100%" in wasted[0]
-
-
-def test_a_pair_wastes_its_prefill_node_where_outputs_are_long() -> None:
     found = plan(options("in=16,out=64", num_gpus=2))
     assert found["advised"] == "2c"
     assert any("1p1d wastes its prefill nodes" in reason for reason in found["reasons"])

@@ -54,8 +54,6 @@ def test_a_result_comes_back_as_it_was_and_one_that_is_not_json_leaves_the_file_
     before = path.read_bytes()
     with pytest.raises(ValueError, match="JSON"):
         results.write(path, result(row("std", math.nan)))
-    with pytest.raises(InvalidArgumentError, match="schema"):
-        results.write(path, {"schema": "corun-bench-2"})
     assert path.read_bytes() == before
     assert [left.name for left in tmp_path.iterdir()] == ["a.json"]
 
@@ -94,11 +92,6 @@ def test_what_is_no_finite_number_is_left_out() -> None:
 
 def spread_of_two(low: float, high: float) -> Spread:
     return Spread(median=(low + high) / 2, min=low, max=high, repeats=2)
-
-
-def test_spread_of_repeats() -> None:
-    assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, min=1.0, max=10.0, repeats=4)
-    assert Spread.of([6.0, 2.0]).over(2) == spread_of_two(1.0, 3.0)
 
 
 def test_differing_conditions_are_named() -> None:

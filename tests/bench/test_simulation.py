@@ -43,58 +43,45 @@ def times(run: Run) -> list[tuple[float, float]]:
     return [(round(one.arrivals[0][0], 6), round(one.done_s, 6)) for one in run.outcomes]
 
 
-def test_a_pair() -> None:
-    """100 ms for the prompt, 100 ms for its KV, then three steps."""
+LONG = STEP_TOKENS + 100
+APART = workload((100, 3), (200, 1), at=(0.0, 0.105))
+"""The second prompt comes during the first one's first decode step."""
+
+
+@pytest.mark.parametrize(
+    ("placement", "work", "samples", "expected", "handoffs"),
+    [
+        # 100 ms for the prompt, 100 ms for its KV, then three steps.
+        pytest.param("1p1d", workload((100, 3)), 1, [(0.21, 0.23)], 1, id="a pair"),
+        pytest.param("1c", workload((100, 3)), 1, [(0.11, 0.13)], 0, id="a colocated node hands nothing over"),
+        pytest.param("1c", workload((100, 1), (100, 1)), 1, [(0.215, 0.215)] * 2, 0, id="two prompts in a step"),
+        # The second prompt is computed in the second step, with the rest of the first.
+        pytest.param("1c", workload((LONG, 1), (200, 1)), 1, [(4.411, 4.411)] * 2, 0, id="a prompt of two steps"),
+        pytest.param("1c", workload(*[(10, 2)] * 5), 1, [(0.075, 0.1)] * 4 + [(0.11, 0.12)], 0, id="four slots"),
+        # The next step has both, 200 + 10 ms. The second sample decodes in the step after the one that runs when the
+        # router hears of it.
+        pytest.param("1c", APART, 1, [(0.11, 0.33), (0.34, 0.34)], 0, id="rows wait for the prompt in their step"),
+        pytest.param("1p1d", APART, 1, [(0.21, 0.23), (0.515, 0.515)], 2, id="rows of a pair do not"),
+        pytest.param("1p1d", workload((100, 1), (100, 1)), 1, [(0.31, 0.31), (0.41, 0.41)], 2, id="reads in turn"),
+        pytest.param("1p1d", workload((100, 2), (100, 2)), 2, [(0.215, 0.23)] * 2, 1, id="a prompt of two samples"),
+    ],
+)
+def test_times_by_hand(
+    placement: str, work: Workload, samples: int, expected: list[tuple[float, float]], handoffs: int
+) -> None:
+    rates = RATES if handoffs else replace(RATES, handoff_s_per_token=None)
+    found = run(placement, work, rates, samples)
+    assert (times(found.run), found.handoffs) == (expected, handoffs)
+    prompts = sum(len(one.prompt_token_ids) for one in work.requests) / samples
+    assert sum(engine.prompt_tokens for engine in found.engines) == prompts
+
+
+def test_tokens_after_the_first_come_at_the_end_and_load_is_a_share_of_the_time() -> None:
     found = run("1p1d", workload((100, 3)))
-    assert times(found.run) == [(0.21, 0.23)]
-    assert [one.arrivals for one in found.run.outcomes] == [
-        [(pytest.approx(0.21, abs=1e-9), 1), (pytest.approx(0.23, abs=1e-9), 2)]
-    ]
-    assert found.handoffs == 1
+    (outcome,) = found.run.outcomes
+    assert outcome.arrivals == [(pytest.approx(0.21, abs=1e-9), 1), (pytest.approx(0.23, abs=1e-9), 2)]
     assert found.load("prefill") == pytest.approx(0.1 / 0.23)
     assert found.load("colocated") is None
-
-
-def test_one_colocated_node_hands_nothing_over() -> None:
-    found = run("1c", workload((100, 3)), replace(RATES, handoff_s_per_token=None))
-    assert times(found.run) == [(0.11, 0.13)]
-    assert found.handoffs == 0
-
-
-def test_prompts_of_one_step_are_done_together() -> None:
-    assert times(run("1c", workload((100, 1), (100, 1))).run) == [(0.215, 0.215), (0.215, 0.215)]
-
-
-def test_a_long_prompt_takes_several_steps_and_the_next_fills_the_last() -> None:
-    """The second prompt is computed in the second step, with the rest of the first."""
-    found = run("1c", workload((STEP_TOKENS + 100, 1), (200, 1)))
-    assert times(found.run) == [(4.411, 4.411), (4.411, 4.411)]
-
-
-def test_the_fifth_of_four_slots_waits_in_line() -> None:
-    found = run("1c", workload(*[(10, 2)] * 5))
-    assert times(found.run) == [(0.075, 0.1)] * 4 + [(0.11, 0.12)]
-
-
-def test_decode_rows_wait_for_the_prompt_in_their_step() -> None:
-    """The second prompt comes during the first one's first decode step, so the next step has both: 200 + 10 ms. Its
-    sample decodes in the step after the one that runs when the router hears of it."""
-    found = run("1c", workload((100, 3), (200, 1), at=(0.0, 0.105)))
-    assert times(found.run) == [(0.11, 0.33), (0.34, 0.34)]
-    apart = run("1p1d", workload((100, 3), (200, 1), at=(0.0, 0.105)))
-    assert times(apart.run) == [(0.21, 0.23), (0.515, 0.515)]
-
-
-def test_a_node_reads_one_prompt_after_the_other() -> None:
-    found = run("1p1d", workload((100, 1), (100, 1)))
-    assert times(found.run) == [(0.31, 0.31), (0.41, 0.41)]
-
-
-def test_samples_of_one_prompt_share_its_computation_and_its_read() -> None:
-    found = run("1p1d", workload((100, 2), (100, 2)), samples=2)
-    assert times(found.run) == [(0.215, 0.23)] * 2
-    assert found.handoffs == 1
-    assert sum(engine.prompt_tokens for engine in found.engines) == 100
 
 
 def test_kv_room_limits_a_node() -> None:
@@ -151,13 +138,18 @@ H200 = Rates(
 )
 
 
-def throughput(placement: str, spec: str, requests: int, rates: Rates = H200) -> float:
-    made = workloads.make(
-        workloads.parse(spec), num_requests=requests, vocab_size=workloads.ONE_TOKEN, max_model_len=8192, seed=0
+def made(spec: str, requests: int, **options: float) -> Workload:
+    limits = {"vocab_size": workloads.ONE_TOKEN, "max_model_len": 8192, "seed": 3}
+    return workloads.make(
+        workloads.parse(spec), num_requests=requests, tokenize=workloads.tokenizer(""), **limits, **options
     )
-    found = simulate(NodeCounts.parse(placement), rates, replace(made, max_concurrency=requests // 2))
+
+
+def throughput(placement: str, spec: str, requests: int, rates: Rates = H200) -> float:
+    work = replace(made(spec, requests), max_concurrency=requests // 2)
+    found = simulate(NodeCounts.parse(placement), rates, work)
     outputs = sum(map(metrics.output_tokens, found.run.outcomes))
-    assert outputs == sum(one.max_tokens for one in made.requests)
+    assert outputs == sum(one.max_tokens for one in work.requests)
     return outputs / found.run.duration_s
 
 
@@ -178,10 +170,7 @@ def test_no_placement_is_faster_than_at_best() -> None:
 
 
 def test_the_same_run_has_the_same_bits() -> None:
-    made = workloads.make(
-        workloads.parse("burstgpt"), num_requests=200, vocab_size=4, max_model_len=8192, seed=3, request_rate=50.0
-    )
-    first, again = (run("2p1d1c", made, H200) for _ in range(2))
+    first, again = (run("2p1d1c", made("burstgpt", 200, request_rate=50.0), H200) for _ in range(2))
     assert repr(first.run) == repr(again.run)
     assert first.handoffs == again.handoffs > 0
 

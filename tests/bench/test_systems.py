@@ -27,11 +27,17 @@ def test_all_kinds_have_a_name_and_a_meaning() -> None:
         ("colocated:colocated", "must be shared or XpYd"),
         ("std,std", "only once"),
         ("", "at least one"),
+        ("cluster:0p1d", "must have a node for prefill and one for decode"),
+        ("cluster:1p0d", "must have a node for prefill and one for decode"),
+        ("cluster:0p0d0c", "must have a node for prefill and one for decode"),
+        ("cluster:2p1d", "must leave a GPU to each engine; there are 2 places"),
+        ("pd-std:2p2d", "must leave a GPU to each engine; there are 2 places"),
+        ("cluster:1p1d1c", "must leave a GPU to each engine; there are 2 places"),
     ],
 )
-def test_names_that_are_none_are_refused(name: str, limit: str) -> None:
+def test_systems_that_are_none_or_have_no_room_are_refused(name: str, limit: str) -> None:
     with pytest.raises(InvalidArgumentError, match=limit):
-        parse_systems([name])
+        parse_systems([name])[0].places(TWO)
 
 
 @pytest.mark.parametrize(
@@ -55,18 +61,6 @@ def test_names_that_are_none_are_refused(name: str, limit: str) -> None:
 )
 def test_places(name: str, machine: Machine, places: tuple[tuple[int, ...], ...]) -> None:
     assert System.parse(name).places(machine) == Places(*places)
-
-
-@pytest.mark.parametrize("name", ["cluster:0p1d", "cluster:1p0d", "cluster:0p0d0c"])
-def test_both_sides_need_a_node(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="must have a node for prefill and one for decode"):
-        System.parse(name).places(TWO)
-
-
-@pytest.mark.parametrize("name", ["cluster:2p1d", "pd-std:2p2d", "cluster:1p1d1c"])
-def test_too_few_gpus_are_an_error(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="must leave a GPU to each engine; there are 2 places"):
-        System.parse(name).places(TWO)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,10 +31,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from corun import Client
+from corun import Client, ClusterStatus
 from corun.processes import descendants, end_tree
 from corun_bench import conditions
-from corun_bench.nodes import Nodes, Topology, after, environment, has_gpu, running
+from corun_bench.nodes import Nodes, Topology, environment, has_gpu, running
 from tests.e2e.stock import result_of
 from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Found, Prompts
 from tests.gpu.outputs import Outputs
@@ -44,6 +46,12 @@ HANG_S = 45.0
 """A run that exceeds its time by this much is ended by force."""
 LEAST_S = 8.0
 """With less time than this, the control is not begun."""
+LOG_LINES = re.compile(
+    r"self-test|certif|digest|KV reads|GB/s|\bGiB\b|\bMiB\b|graph captur|torch\.compile took|loading weights",
+    re.IGNORECASE,
+)
+MAX_LOG_LINES = 60
+MAX_LINE = 300
 CONTROL = "stock vLLM: the paper's prompts alone, in a batch of 32"
 
 
@@ -115,14 +123,14 @@ class Run:
                 status = nodes.status()
                 assert status is not None  # The router has just said that all nodes are ready.
                 self.report.say(ready_s=round(time.monotonic() - self._began, 1), start_s=nodes.seconds)
-                self.report.keep(fingerprint=status.fingerprint, contracts=conditions.contracts(status))
+                self.report.keep(fingerprint=status.fingerprint, contracts=contracts(status))
                 for check in self.options.chosen:
                     self.check(check, nodes)
                 self.drawn()
                 self._note_memory("at the end", nodes)
                 self.report.say(start_s=nodes.seconds, exit_codes=nodes.stop())
         finally:
-            self.report.keep(log_lines=conditions.log_lines(self.options.logs.glob("*.log")))
+            self.report.keep(log_lines=log_lines(self.options.logs.glob("*.log")))
 
     def drawn(self) -> None:
         """Tell the digest of all outputs, and compare them with those of an earlier run."""
@@ -222,6 +230,29 @@ class Run:
         if code:
             raise ValueError(f"it ended with {code}: {text[-1500:]}")
         return result_of(text)
+
+
+def contracts(status: ClusterStatus) -> dict[str, Any]:
+    """Return the contract of the first node of each role."""
+    return {node.node.role.value: json.loads(node.node.contract_json) for node in reversed(status.nodes)}
+
+
+def log_lines(logs: Iterable[Path], pattern: re.Pattern[str] = LOG_LINES) -> dict[str, list[str]]:
+    """Return the lines of each log about certification, digests, KV reads and memory, each line once."""
+    found = {}
+    for path in sorted(logs):
+        lines = path.read_text(errors="replace").splitlines()
+        kept = dict.fromkeys(line.strip()[:MAX_LINE] for line in lines if pattern.search(line))
+        found[path.stem] = list(kept)[:MAX_LOG_LINES]
+    return found
+
+
+def after(seconds: float, act: Callable[[], None]) -> threading.Timer:
+    """Call `act` in a thread after this many seconds unless it is cancelled; the thread keeps no process alive."""
+    timer = threading.Timer(max(0.0, seconds), act)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def give_up(report: Report) -> None:

@@ -15,7 +15,7 @@ from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.config.flags import parse
 from corun.errors import CorunError
 from corun.types import NodeState
-from corun_bench import conditions, nodes
+from corun_bench import nodes
 from corun_bench.nodes import Topology
 from tests.e2e.stock import result_of
 from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths, sampling
@@ -23,7 +23,7 @@ from tests.gpu.handoff import pairs
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
 from tests.gpu.start import BEFORE, Watch
-from tests.gpu.suite import Run, Suite
+from tests.gpu.suite import Run, Suite, log_lines
 
 
 @pytest.fixture
@@ -238,9 +238,7 @@ def test_lines_of_interest_are_taken_from_logs(tmp_path: Path) -> None:
     log.write_text(
         "a\nINFO certified in 3.21 s\nINFO certified in 3.21 s\nweights digest: 2 s\nb\nKV reads of rank 0: x\n"
     )
-    assert conditions.log_lines([log]) == {
-        "d0": ["INFO certified in 3.21 s", "weights digest: 2 s", "KV reads of rank 0: x"]
-    }
+    assert log_lines([log]) == {"d0": ["INFO certified in 3.21 s", "weights digest: 2 s", "KV reads of rank 0: x"]}
 
 
 def test_pairs_that_are_measured() -> None:
