@@ -112,6 +112,13 @@ class NodeFaultError(Exception):
         gone = isinstance(self.error, (UnavailableError, StaleGenerationError, CancelledByPeerError))
         return gone or self.node.is_gone
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the node was told to end. Its refusal may say so before its heartbeat does: a node that refuses for
+        another reason names no time for another try."""
+        refuses = isinstance(self.error, UnavailableError) and self.error.retry_after_s is not None
+        return refuses or self.node.is_leaving
+
     def doubts_kv(self, num_tokens: int) -> bool:
         """Return whether the KV may have been wrong. This is so if the decode node answered with an error, or not in
         time, and drew no token from the KV. A node that went away tells nothing about its KV. num_tokens: the tokens of

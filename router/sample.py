@@ -203,7 +203,7 @@ class SampleRun:
         self._num_failed += 1
         if still_s > runner.config.heartbeat_timeout_ms / 1000:
             log.warning("it does not count: this router stood still for %.1f s in it", still_s)
-        elif fault.node.is_leaving:
+        elif fault.is_planned:
             log.info("it does not count: %s was told to end", fault.node.info.ref)
         else:
             self._faults.append(fault.node.info.ref)

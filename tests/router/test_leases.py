@@ -173,6 +173,15 @@ class TestTheSource:
             check((await run)[0], PROMPT, LONG, 9)
             await fake.node("d1").end()
 
+    @pytest.mark.parametrize("name", ["p1", "d1"])
+    async def test_a_node_that_refuses_because_it_drains_costs_no_run_though_no_heartbeat_said_so(
+        self, model: str, name: str
+    ) -> None:
+        async with cluster(model, prefills=2, decodes=2, max_attempts=1, **PATIENT) as fake:
+            fake.node(name).service.draining = True
+            check((await generate(fake, PROMPT, PARAMS, seed=9))[0], PROMPT, PARAMS, 9)
+            assert retries(fake) == {"lost": 1}
+
     async def test_a_read_that_hangs_ends_the_attempt_though_no_slot_is_free(
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
