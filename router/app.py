@@ -114,7 +114,9 @@ class Router:
         self._is_ready = False
         for service in ("", CLUSTER_SERVICE):
             await self.server.set_serving(service, False)
-        if not await self._activity.drain(self._config.drain_grace_s):
+        if await self._activity.drain(self._config.drain_grace_s):
+            await self.streams.end()  # gRPC complains of calls that are open when their server stops.
+        else:
             log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
 
     async def stop(self) -> None:

@@ -102,6 +102,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 await running.close()
 
     async def StreamOutputs(self, request: cluster_pb2.StreamOutputsRequest, context: Context) -> AsyncIterator[Source]:
+        self.activity.check()
         with self.streams.opened(caller().name) as stream:
             yield stream
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corun import AsyncClient, DeadlineError, InvalidArgumentError, OverloadedError, SamplingParams
+from corun import AsyncClient, DeadlineError, InvalidArgumentError, OverloadedError, SamplingParams, UnavailableError
 from corun.client import outputs
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
@@ -162,7 +162,21 @@ async def test_a_stream_that_the_router_ended_is_opened_again(model: str) -> Non
             assert list(done.token_ids) == expected((turn,), PARAMS, turn)[0]
             (stream,) = open_streams(fake)
             if turn == 0:
-                stream._end()
+                stream.end()
                 await fake.until(lambda: not fake.router.streams._open)
             else:  # The router does not know the stream any more, and the client cannot see that.
                 stream.owner = "nobody"
+
+
+async def test_a_router_that_drains_ends_its_streams_and_opens_no_others(model: str) -> None:
+    """Before its server stops: gRPC complains of calls that are still open then. What runs is delivered first."""
+    async with cluster(model) as fake, AsyncClient(fake.address, timeout_s=WAIT_S) as client:
+        fake.nodes[1].engine.step_ms = 5.0
+        run = asyncio.ensure_future(client.generate((1,), PARAMS, seed=1))
+        await fake.until(lambda: fake.nodes[1].leases == 1)
+        await fake.router.drain()
+        assert list((await run).token_ids) == expected((1,), PARAMS, 1)[0]
+        assert open_streams(fake) == []
+        with pytest.raises(UnavailableError, match="the router is shutting down"):
+            await client.generate((2,), PARAMS, timeout_s=0.5)
+        assert open_streams(fake) == []
