@@ -11,10 +11,10 @@ import pytest
 from corun.config.fields import RouterConfig
 from corun.errors import InvalidArgumentError
 from corun.types import NodeInfo, NodeLoad, NodeRole, NodeState
-from router import placement, targets
+from router import targets
 from router.nodes.registry import Registry
-from router.placement import DecodeRoom, Need, Rate, choose_flexing, choose_pair, first_token_wait_s, lacks_decode
-from router.targets import DWELL_S, Targets
+from router.placement import DecodeRoom, Need, choose_pair
+from router.targets import DWELL_S, Rate, Targets, choose_flexing, first_token_wait_s, lacks_decode
 from tests.clusters import cluster, generate
 from tests.router.asking import PARAMS, PROMPT, right
 from tests.router.test_colocated import add_colocated
@@ -202,7 +202,7 @@ def test_targets_are_not_negative() -> None:
 async def test_a_router_flexes_while_its_queue_waits_for_prefill_and_no_longer(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "RATE_S", 0.05)
+    monkeypatch.setattr(targets, "RATE_S", 0.05)
     monkeypatch.setattr(targets, "DWELL_S", 0.05)
     async with cluster(model, prefills=0, decodes=0, ttft_target_ms=10) as fake:
         for name in ("c0", "c1"):
