@@ -48,7 +48,7 @@ async def test_short_deadlines_take_no_node_out(model: str, monkeypatch: pytest.
     faults: list[CorunError] = []
     monkeypatch.setattr(Registry, "note_fault", lambda _, member, error: faults.append(error))
 
-    async def early(attempt: Attempt[Any]) -> None:
+    async def early(attempt: Attempt) -> None:
         await asyncio.sleep(attempt.task.deadline - asyncio.get_running_loop().time() - 0.02)
         raise NodeFaultError(attempt.placement.decode, DeadlineError("Deadline Exceeded"))
 

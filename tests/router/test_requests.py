@@ -94,16 +94,16 @@ class TestRequests:
         real_reserve, real_start = Attempt.reserve, Attempt.start
         lost: list[str] = []
 
-        async def lose(attempt: Attempt[Any]) -> None:
+        async def lose(attempt: Attempt) -> None:
             lost.append(attempt.placement.decode.node_id)
             await fake.kill(lost[-1])
 
-        async def reserve(attempt: Attempt[Any]) -> None:
+        async def reserve(attempt: Attempt) -> None:
             if len(lost) == 1:
                 await lose(attempt)
             await real_reserve(attempt)
 
-        async def start(attempt: Attempt[Any], handle: Any) -> None:
+        async def start(attempt: Attempt, handle: Any) -> None:
             if not lost:
                 await lose(attempt)
             await real_start(attempt, handle)
