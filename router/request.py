@@ -41,7 +41,7 @@ from router.output import Outbox, SampleOutput
 from router.placement import beginnings_of
 from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
-from router.sample import SampleRunner
+from router.sample import SampleRun, SampleRunner
 
 SEED_KEY_BYTES = 32
 """The length of the key that a router draws if it is given none."""
@@ -240,7 +240,7 @@ class RequestRunner:
             with_token_texts=sample.token_texts,
         )
         try:
-            await self._runner.run(sample, entry, output)
+            await SampleRun(self._runner, sample, entry, output).run()
         except CorunError as error:
             outbox.fail(error)
         except Exception:

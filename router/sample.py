@@ -57,24 +57,13 @@ class Finished:
 
 @dataclass(kw_only=True)
 class SampleRunner:
-    """Runs samples on the registry's nodes, in the queue's order."""
+    """What the runs of all samples share."""
 
     registry: Registry
     queue: SampleQueue
     config: RouterConfig
     metrics: RouterMetrics
     on_finished: Callable[[Finished], None]
-
-    async def run(self, task: SampleTask, entry: QueueEntry, output: SampleOutput) -> Receipt:
-        """Run a sample to its end. Its tokens go to `output` as they come.
-
-        Raises:
-            DeadlineError: the sample's deadline has passed.
-            UnavailableError: nodes are missing, or failed `max_attempts` attempts.
-            InvalidArgumentError: an engine refuses the request, or two attempts had no finite logits to draw from.
-            DataLossError: a repeated attempt gave other bits than the one before, or than the client received.
-        """
-        return await SampleRun(self, task, entry, output).run()
 
 
 class SampleRun:
@@ -99,6 +88,14 @@ class SampleRun:
         """The attempts without finite logits, as in `_reached`."""
 
     async def run(self) -> Receipt:
+        """Run the sample to its end. Its tokens go to the output as they come.
+
+        Raises:
+            DeadlineError: the sample's deadline has passed.
+            UnavailableError: nodes are missing, or failed `max_attempts` attempts.
+            InvalidArgumentError: an engine refuses the request, or two attempts had no finite logits to draw from.
+            DataLossError: a repeated attempt gave other bits than the one before, or than the client received.
+        """
         task, output = self._task, self._output
         reason: FinishReason | None = None
         with self._kept_kv:

@@ -105,7 +105,8 @@ class Targets:
         rooms = {node.node_id: node.room for node in decodes}
         per_s = sum(self._rate(node, node.load.tokens, is_busy=node.load.queued_prompt_tokens > 0) for node in prefills)
         backlogs = [node.room for node in prefills]
-        self.wait_s = first_token_wait_s(self._queue.head, self._queue.waiting_tokens, rooms.values(), backlogs, per_s)
+        head = self._queue.head.need if self._queue.head else None
+        self.wait_s = first_token_wait_s(head, self._queue.waiting_tokens, rooms.values(), backlogs, per_s)
         if lacks_decode(rooms.values()):  # Another node has gone: this cannot wait.
             self._change(*(node for node in decodes if node.room.prompts_only))
         elif self._registry.clock.time() - self._changed_at >= DWELL_S:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from corun.errors import InvalidArgumentError
 from corun.types import NodeInfo, NodeLoad, NodeRole, NodeState
 from router import targets
 from router.nodes.registry import Registry
-from router.placement import DecodeRoom, Need, choose_pair
+from router.placement import DecodeRoom, choose_pair
 from router.targets import DWELL_S, Rate, Targets, choose_flexing, first_token_wait_s, lacks_decode
 from tests.clusters import cluster, generate
 from tests.router.asking import PARAMS, PROMPT, right
@@ -103,8 +104,8 @@ class Line:
         self.waiting_tokens = waiting_tokens
 
     @property
-    def head(self) -> Need | None:
-        return NEED if self.waiting_tokens else None
+    def head(self) -> Any:
+        return SimpleNamespace(need=NEED) if self.waiting_tokens else None
 
 
 class Watched:
