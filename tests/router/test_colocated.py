@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from corun.config.fields import RouterConfig
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import expected
@@ -45,8 +44,7 @@ def states(registry: Registry) -> dict[str, tuple[NodeState, str]]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_if_one_side_is_lost_so_is_the_other_at_once(model: str, first: int) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_if_one_side_is_lost_so_is_the_other_at_once(registry: Registry, model: str, first: int) -> None:
     for node in (*sides(model), info(model, "d1")):
         registry.register(node)
     registry.lose(registry._nodes()[first], "its process died")
@@ -56,11 +54,9 @@ async def test_if_one_side_is_lost_so_is_the_other_at_once(model: str, first: in
     for node in sides(model):  # It was the network: both come back.
         registry.register(node)
     assert {state for state, _ in states(registry).values()} == {NodeState.JOINING}
-    await registry.close()
 
 
-async def test_a_new_generation_of_one_side_ends_both_old_ones_and_no_new_one(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_new_generation_of_one_side_ends_both_old_ones_and_no_new_one(registry: Registry, model: str) -> None:
     for node in sides(model):
         registry.register(node)
     new = [replace(node, ref=replace(node.ref, generation="1" * 16), engine_id="f") for node in sides(model)]
@@ -68,22 +64,18 @@ async def test_a_new_generation_of_one_side_ends_both_old_ones_and_no_new_one(mo
     assert [state for state, _ in states(registry).values()] == [NodeState.JOINING, NodeState.LOST]
     registry.register(new[1])
     assert [state for state, _ in states(registry).values()] == [NodeState.JOINING] * 2
-    await registry.close()
 
 
-async def test_a_colocated_node_that_drained_is_gone_as_planned_with_both_sides(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_colocated_node_that_drained_is_gone_as_planned_with_both_sides(registry: Registry, model: str) -> None:
     for node in sides(model):
         registry.register(node)
         registry.heartbeat(node.ref, NodeLoad(), draining=True)
     registry.lose(registry._nodes()[1], "its step stream ended")
     assert set(states(registry).values()) == {(NodeState.LOST, GONE_AS_PLANNED)}
-    await registry.close()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_wrong_bits_of_one_side_put_both_out(model: str, is_lost: bool) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_wrong_bits_of_one_side_put_both_out(registry: Registry, model: str, is_lost: bool) -> None:
     prefill, decode = sides(model)
     other = info(model, "d1")
     for node in (prefill, decode, other):
@@ -95,12 +87,12 @@ async def test_wrong_bits_of_one_side_put_both_out(model: str, is_lost: bool) ->
     for node in (prefill, decode):
         with pytest.raises(DataLossError, match="gave other bits for a sample"):
             registry.heartbeat(node.ref, NodeLoad(), draining=False)
-    await registry.close()
 
 
 @pytest.mark.parametrize("order", [1, -1])
-async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(model: str, order: int) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(
+    registry: Registry, model: str, order: int
+) -> None:
     prefill, decode = sides(model)
     for node in (prefill, replace(decode, finding="the logits moved"))[::order]:
         if node.finding or order < 0:
@@ -112,7 +104,6 @@ async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(model: s
     assert found["c0-decode"][0] is NodeState.REFUSED
     assert found["c0-prefill"][0] is (NodeState.LOST if order > 0 else NodeState.REFUSED)
     assert all("the logits moved" in detail for _, detail in found.values())
-    await registry.close()
 
 
 async def test_a_colocated_node_alone_serves_like_a_pair(model: str) -> None:

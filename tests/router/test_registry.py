@@ -135,17 +135,17 @@ def test_a_fingerprint_that_is_none_is_refused(value: str) -> None:
         (D, "role", P),
     ],
 )
-async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, field: str, value: object) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_an_incomplete_description_is_refused(
+    registry: Registry, model: str, role: NodeRole, field: str, value: object
+) -> None:
     with pytest.raises(InvalidArgumentError):
         registry.register(replace(info(model, role=role), **{field: value}))
     assert all(status.state is NodeState.REFUSED for status in registry.statuses())
 
 
 async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = Registry(RouterConfig(), "r")
     with pytest.raises(UnavailableError, match="the logits moved"):
         registry.register(replace(info(model), finding="the logits moved"))
     (status,) = registry.statuses()
@@ -156,8 +156,9 @@ async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
     assert registry.statuses() == ()
 
 
-async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_else(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_else(
+    registry: Registry, model: str
+) -> None:
     node = replace(info(model, "p1", P), freedoms=(FreedomStatus(name="packed"),), certificate="a" * 64)
     registry.register(node)
     room = registry._prefills["p1"].room
@@ -168,7 +169,6 @@ async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_e
     registry.register(replace(after, contract_json="{}", address="127.0.0.1:2", kv_blocks=99))
     assert [status.node for status in registry.statuses()] == [after]
     assert not room.has_room(100), "prompts are not packed any more"
-    await registry.close()
 
 
 async def test_a_finding_in_service_is_in_the_status_and_in_the_receipts_of_what_still_runs(model: str) -> None:
@@ -193,8 +193,7 @@ async def test_a_finding_in_service_is_in_the_status_and_in_the_receipts_of_what
         assert after.digest != before.digest
 
 
-async def test_an_unknown_node_has_to_register(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_an_unknown_node_has_to_register(registry: Registry, model: str) -> None:
     node = info(model)
     with pytest.raises(NotFoundError):
         registry.heartbeat(node.ref, NodeLoad(), draining=False)
@@ -207,4 +206,3 @@ async def test_an_unknown_node_has_to_register(model: str) -> None:
     registry.register(replace(node, ref=replace(node.ref, generation="1")))
     with pytest.raises(StaleGenerationError):
         registry.register(node)
-    await registry.close()

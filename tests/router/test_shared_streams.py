@@ -17,6 +17,7 @@ from router import service
 from router.delivery import OutputStream
 from tests.clusters import FakeCluster, cluster
 from tests.fuzz.http2 import Connection, call, hello, widen
+from tests.router.asking import token_of, with_tokens
 
 PARAMS = SamplingParams(max_tokens=40, logprobs=True)
 LONG = SamplingParams(max_tokens=300)
@@ -126,13 +127,9 @@ async def test_a_request_that_ends_early_ends_alone(model: str, way: str, monkey
 
 
 async def test_a_stream_is_no_request_of_its_token(model: str, tmp_path: Path) -> None:
-    tokens, members = tmp_path / "clients", tmp_path / "cluster"
-    members.write_text("m" * 16)
-    tokens.write_text(f"one: {'a' * 16} max_requests=1\n")
-    settings = {"client_tokens_file": str(tokens), "cluster_token_file": str(members)}
     async with (
-        cluster(model, **settings) as fake,
-        AsyncClient(fake.address, token="a" * 16, timeout_s=WAIT_S) as client,
+        cluster(model, **with_tokens(tmp_path, "one max_requests=1")) as fake,
+        AsyncClient(fake.address, token=token_of("one"), timeout_s=WAIT_S) as client,
     ):
         assert list((await client.generate((1,), PARAMS, seed=1)).token_ids) == expected((1,), PARAMS, 1)[0]
         fake.nodes[1].engine.step_ms = 10.0
