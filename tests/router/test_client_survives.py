@@ -98,19 +98,6 @@ class TestRouterRestart:
                 ids, _, _ = expected(done.prompt_token_ids, params, sample_seed(seed, index))
                 assert (sample.token_ids, sample.logprobs) == (tuple(ids), ())
 
-    async def test_batches_of_a_blocking_client_survive(self, model: str) -> None:
-        async with slow(model) as (fake, _):
-            prompts = [[i, 9] for i in range(24)]
-            params = SamplingParams(max_tokens=30)
-            with Client(fake.address, timeout_s=TIMEOUT_S) as client:
-                batch = asyncio.to_thread(client.generate_many, prompts, params, seeds=list(range(24)))
-                run = asyncio.ensure_future(batch)
-                await fake.until(lambda: fake.nodes[1].drawn_tokens > 200)
-                await restart(fake)
-                results = await run
-            for i, done in enumerate(results):
-                assert list(done.token_ids) == expected(prompts[i], params, i)[0]
-
     async def test_another_seed_key_is_an_error_and_no_other_bits(self, model: str) -> None:
         async with slow(model) as (fake, client):
             stream = client.stream(PROMPT, PARAMS, request_id="r")
@@ -175,16 +162,6 @@ class TestBrokenConnections:
 
 
 class TestTwoRouters:
-    async def test_a_client_moves_to_the_other(self, model: str) -> None:
-        async with two(model) as (fake, other, client):
-            chunks = []
-            async for chunk in client.stream(PROMPT, PARAMS, request_id="r"):
-                chunks.append(chunk)
-                if len(chunks) == 10:
-                    await fake.kill_router()
-            check(chunks, other, "r")
-            assert (await client.get_cluster()).router_id == other.router.router_id
-
     async def test_a_draining_router_sends_its_clients_on(self, model: str) -> None:
         async with two(model) as (fake, _, client):
             fake.router._activity.draining = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from corun.testing.engines import expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
 from router.nodes.registry import Registry
 from tests.clusters import FakeCluster, cluster, generate
-from tests.router.asking import LONG, PROMPT, right
+from tests.router.asking import PROMPT
 from tests.router.test_placement import NEED
 from tests.router.test_registry import info
 
@@ -26,11 +25,6 @@ async def add_colocated(fake: FakeCluster, node_id: str = "c0") -> None:
     await fake.add_prefill(f"{node_id}-prefill", engine_id=f"engine of {node_id}")
     await fake.add_decode(f"{node_id}-decode", engine_id=f"engine of {node_id}")
     await fake.ready(f"{node_id}-prefill", f"{node_id}-decode")
-
-
-async def kill_colocated(fake: FakeCluster, node_id: str = "c0") -> None:
-    """End both sides at once, as they do when their process dies."""
-    await asyncio.gather(*(fake.kill(f"{node_id}-{side}") for side in ("prefill", "decode")))
 
 
 def sides(model: str) -> tuple[NodeInfo, NodeInfo]:
@@ -104,32 +98,6 @@ async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(
     assert found["c0-decode"][0] is NodeState.REFUSED
     assert found["c0-prefill"][0] is (NodeState.LOST if order > 0 else NodeState.REFUSED)
     assert all("the logits moved" in detail for _, detail in found.values())
-
-
-async def test_a_colocated_node_alone_serves_like_a_pair(model: str) -> None:
-    """Its sides become warm by the same Connect, which its decode side answers for its own engine."""
-    async with cluster(model, prefills=0, decodes=0) as fake:
-        await add_colocated(fake)
-        (output,) = await generate(fake, PROMPT, LONG, seed=9)
-        assert right(output, PROMPT, LONG, 9)
-        (peer,) = fake.node("c0-decode").engine.connected
-        assert peer.engine_id == fake.node("c0-decode").info.engine_id
-
-
-async def test_a_stream_goes_on_across_kinds_of_nodes_bit_for_bit(model: str) -> None:
-    params = SamplingParams(max_tokens=300, logprobs=True)
-    async with cluster(model) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, params, seed=9))
-        await fake.until(lambda: fake.node("d1").drawn_tokens > 10)
-        await add_colocated(fake)
-        await fake.kill("d1")
-        await fake.until(lambda: fake.node("c0-decode").drawn_tokens > 20)
-        await fake.restart("d1")
-        await kill_colocated(fake)
-        (output,) = await run
-        assert right(output, PROMPT, params, 9)
-        assert (output.receipt.prefill_node.node_id, output.receipt.decode_node.node_id) == ("p1", "d1")
-        assert fake.node("c0-decode").drawn_tokens < 300
 
 
 @pytest.mark.parametrize("lent", ["prefill", "decode"])

@@ -75,20 +75,6 @@ async def test_a_small_client_gets_in_and_the_large_one_is_told(model: str, sett
         assert (await alice.get_cluster()).refused_requests == 1
 
 
-async def test_an_urgent_request_goes_before_a_batch_that_fills_the_queue(model: str, settings: dict[str, Any]) -> None:
-    async with two(model, settings) as (fake, alice, bob):
-        fake.nodes[1].engine.hanging = True
-        batch = asyncio.ensure_future(alice.generate_many([[n] for n in range(1, 6)], PARAMS, seeds=range(1, 6)))
-        await fake.until(lambda: _inside(fake) == 5)
-        urgent = asyncio.ensure_future(bob.generate([9], PARAMS, seed=9, priority="high"))
-        await fake.until(lambda: _inside(fake) == 6)
-        fake.nodes[1].engine.hanging = False
-        assert (await urgent).receipt.output_digest == expected_digest([9], PARAMS, 9)
-        assert not batch.done()
-        assert len(await batch) == 5
-        assert fake.router.queue.refused == 0
-
-
 async def test_a_token_limits_the_priority(model: str, settings: dict[str, Any]) -> None:
     async with two(model, settings, "capped") as (fake, capped, bob):
         with pytest.raises(PermissionDeniedError) as caught:
