@@ -11,6 +11,7 @@ import secrets
 from corun.config.fields import RouterConfig, is_loopback
 from corun.observe.endpoints import Observation
 from corun.params import MAX_NAME_LENGTH
+from corun.rpc.activity import Activity
 from corun.rpc.auth import Gate
 from corun.rpc.certificates import Renewed
 from corun.rpc.channel import Access
@@ -26,7 +27,7 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import RequestRunner
 from router.sample import SampleRunner
-from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Calls, ClusterService, RegistryService
+from router.service import AWAY_S, CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, ClusterService, RegistryService
 from router.targets import Targets
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
@@ -85,7 +86,7 @@ class Router:
         )
         self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
         self.streams = OutputStreams()
-        self._activity = Calls()
+        self._activity = Activity("the router", AWAY_S)
         self._is_ready = False
         self._add_services()
 
