@@ -26,7 +26,6 @@ DWELL_S = 5.0
 A node that takes prompts only still decodes the samples that it has. So a change shows its whole effect only after some
 seconds, and the next one before that would go too far.
 """
-
 RATE_S = 2.0
 """The least number of seconds over which a rate is measured: nodes count a prompt's tokens when it is done."""
 RATE_MEMORY = 4

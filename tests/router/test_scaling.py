@@ -132,3 +132,15 @@ async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_
         await asyncio.gather(*(start(two, seed, large) for seed in (200, 201)))
         is_over = True
         await asyncio.gather(*crowd)
+
+
+async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(model: str) -> None:
+    async with routers(model, heartbeat_timeout_ms=1000) as (one, two, names):
+        one.nodes[1].engine.step_ms = 15  # Two rounds of 60 tokens: the drain lasts longer than a node may be silent.
+        runs = [start(one, seed) for seed in range(2 * SLOTS)]
+        await one.until(lambda: one.nodes[1].leases == one.router.queue.waiting == SLOTS)  # All have been taken.
+        names.at["routers"] = [two.address]
+        await one.router.drain()
+        await asyncio.gather(*runs)
+        assert [one.detail("p1"), one.detail("d1")] == ["", ""]
+        await two.ready("p1", "d1")
