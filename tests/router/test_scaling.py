@@ -16,7 +16,6 @@ from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from corun.testing.cluster import WAIT_S
-from corun.testing.nodes import LocalNode
 from router.service import CLUSTER_SERVICE
 from tests.clusters import FakeCluster, cluster, generate
 from tests.node.scripted_router import Names
@@ -29,26 +28,6 @@ SLOTS = 3
 @pytest.fixture(autouse=True)
 def quick_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routers_module, "LOOKUP_S", 0.01)
-
-
-class Bookings:
-    """Looks at every lease that a decode node grants, and at who held the others at that moment."""
-
-    def __init__(self, node: LocalNode) -> None:
-        self.most = 0
-        """Most leases at once."""
-        self.sharing = 0
-        """Most routers with leases at once."""
-        self._table = node.service._table
-        self._reserve = self._table.reserve
-        self._table.reserve = self.reserve
-
-    def reserve(self, router_id: str, *sizes: Any, **session: Any) -> Any:
-        held = list(self._table._leases.values())
-        lease = self._reserve(router_id, *sizes, **session)
-        self.most = max(self.most, len(held) + 1)
-        self.sharing = max(self.sharing, len({other.router_id for other in [*held, lease]}))
-        return lease
 
 
 @contextlib.asynccontextmanager
@@ -97,20 +76,6 @@ async def test_a_router_that_joins_busy_nodes_serves_by_their_registration_alone
         await two.ready("p1", "d1")
         assert await is_serving(two)
         await asyncio.gather(running, start(two, 1))
-
-
-async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: str) -> None:
-    async with routers(model) as (one, two, names):
-        bookings = Bookings(one.nodes[1])
-        names.at["routers"] = [one.address, two.address]
-        await two.ready("p1", "d1")
-        crowd = [start(one, seed) for seed in range(24)]
-        await one.until(lambda: one.nodes[1].leases == SLOTS)
-        await asyncio.gather(*(start(two, seed) for seed in range(40, 46)))
-        assert one.router.queue.waiting > 5
-        await asyncio.gather(*crowd)
-        assert (bookings.most, bookings.sharing) == (SLOTS, 2)
-        assert one.nodes[1].engine.most_running == SLOTS
 
 
 async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(
