@@ -218,13 +218,12 @@ class RequestRunner:
         needs = [sample.need for sample in samples]
         entries = self._queue.enter(needs, caller=first.caller, priority=first.priority)
         outbox = Outbox(self._config.max_unsent_tokens)
-        tasks = [
-            asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
-            for sample, entry in zip(samples, entries, strict=True)
-        ]
-        for task, entry in zip(tasks, entries, strict=True):
+        tasks = []
+        for sample, entry in zip(samples, entries, strict=True):
+            task = asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
             # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
+            tasks.append(task)
         running = RunningRequest(tasks, outbox)
         outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
         return running

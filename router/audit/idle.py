@@ -247,9 +247,8 @@ class Crowd:
         await self._registry.until(lambda: not self._running and not self._leaving, loop_time() + CLOSE_TIMEOUT_S)
 
     def _stands(self) -> bool:
-        begun = sum(output.position > 0 for output in self._running.values())
-        nobody_moves = begun == len(self._running) and not self._leaving
-        return begun >= self._size or nobody_moves or self._has_turned
+        nobody_moves = not self._leaving and all(output.position for output in self._running.values())
+        return nobody_moves or self._has_turned
 
     def _start(self) -> bool:
         output, spare = Unread(self._registry.changed), self._spare_slots()
