@@ -32,16 +32,15 @@ def quick_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def routers(
-    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, lease_ttl_ms: int = 300, **config: Any
+    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, **config: Any
 ) -> AsyncIterator[tuple[FakeCluster, FakeCluster, Names]]:
     """Two routers, and a prefill and a decode node that look for them by a name, which leads to the first."""
     async with cluster(model, prefills=0, decodes=0, **config) as one, cluster(model, prefills=0, decodes=0) as two:
         names = Names(routers=[one.address])
         nodes = (
             await one.add_prefill(join=False),
-            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks, lease_ttl_ms=lease_ttl_ms),
+            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks),
         )
-        nodes[0].engine.kv_ttl_s = 0.3
         nodes[1].engine.step_ms = 3
         for node in nodes:
             node.agent = NodeAgent(node.info, ["routers:50051"], node.service.load, resolve=names)
