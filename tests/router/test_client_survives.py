@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from corun import AsyncClient, Chunk, Client, ContractMismatchError, SamplingParams, UnavailableError
-from corun.node.membership import NodeAgent
 from corun.receipt import output_digest
 from corun.seeds import derive_seed, sample_seed
 from corun.testing.engines import expected
@@ -47,31 +46,16 @@ async def restart(fake: FakeCluster, **config: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def slow(model: str, *addresses: str, **settings: Any) -> AsyncIterator[tuple[FakeCluster, AsyncClient]]:
-    """A cluster that takes its time, and a client of it and of other routers."""
+async def slow(model: str, **settings: Any) -> AsyncIterator[tuple[FakeCluster, AsyncClient]]:
+    """A cluster that takes its time, and a client of its routers."""
     async with cluster(model, lease_ttl_ms=600, **settings) as fake:
         for node in fake.nodes:
             if node.info.slots:
                 node.engine.step_ms = 3.0
             else:
                 node.engine.kv_ttl_s = 3.0  # A router that is killed leaves KV that nobody reads.
-        async with AsyncClient((fake.address, *addresses), timeout_s=TIMEOUT_S) as client:
+        async with AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
             yield fake, client
-
-
-@contextlib.asynccontextmanager
-async def two(model: str, **settings: Any) -> AsyncIterator[tuple[FakeCluster, FakeCluster, AsyncClient]]:
-    """A slow cluster, a second router over its nodes, and a client of both."""
-    async with cluster(model, prefills=0, decodes=0) as other, slow(model, other.address, **settings) as (fake, client):
-        agents = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
-        memberships = [asyncio.ensure_future(agent.run()) for agent in agents]
-        try:
-            await other.ready(*(node.info.ref.node_id for node in fake.nodes))
-            yield fake, other, client
-        finally:
-            for membership in memberships:
-                membership.cancel()
-            await asyncio.wait(memberships)
 
 
 class TestRouterRestart:
@@ -151,7 +135,7 @@ class TestBrokenConnections:
 
 class TestTwoRouters:
     async def test_a_draining_router_sends_its_clients_on(self, model: str) -> None:
-        async with two(model) as (fake, _, client):
+        async with slow(model, routers=2) as (fake, client):
             fake.router._activity.draining = True
             done = await client.generate([1, 2], PARAMS, seed=3)
             assert list(done.token_ids) == expected([1, 2], PARAMS, 3)[0]
@@ -168,8 +152,8 @@ class TestTwoRouters:
     async def test_one_of_two_is_killed_under_load(self, model: str) -> None:
         """Leases are the nodes' own: what the dead router held comes back after its time to live, nothing is lost."""
         async with (
-            two(model, prefills=2, decodes=2, slots=4) as (fake, other, moving),
-            AsyncClient(other.address, timeout_s=TIMEOUT_S) as staying,
+            slow(model, routers=2, prefills=2, decodes=2, slots=4) as (fake, moving),
+            AsyncClient(fake.addresses[1], timeout_s=TIMEOUT_S) as staying,
         ):
             params = SamplingParams(max_tokens=40, logprobs=True)
             both = moving, staying
@@ -177,13 +161,12 @@ class TestTwoRouters:
             await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
             decodes = [node.service for node in fake.nodes if node.info.slots]
             await fake.until(lambda: [node._table.used_slots for node in decodes] == [4] * 2)
-            assert fake.router.queue.waiting
-            assert other.router.queue.waiting
+            assert all(router.queue.waiting for router in fake.routers)
             await fake.kill_router()
             for number, done in enumerate(await asyncio.gather(*runs)):
                 ids, logprobs, _ = expected([number, 8], params, number)
                 assert (list(done.token_ids), list(done.logprobs)) == (ids, logprobs)
             await fake.until(lambda: not any(node.leases for node in fake.nodes) and not fake.kv.held)
             assert not any(node.engine._running for node in fake.nodes if node.info.slots)
-            assert not other.held()
-            assert other.router.runner.metrics.finished_samples.value >= 30
+            assert not fake.held()
+            assert fake.routers[1].runner.metrics.finished_samples.value >= 30
