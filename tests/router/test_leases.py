@@ -68,7 +68,7 @@ class TestTheLine:
         """The samples in the slots take twice the time in which each sample must have a token."""
         if not excused:
             monkeypatch.setattr(DecodeNode, "is_full", False)
-        async with cluster(model, slots=4, step_timeout_s=0.4, **PATIENT) as fake:
+        async with cluster(model, slots=4, step_timeout_s=0.4, max_attempts=20, **PATIENT) as fake:
             fake.nodes[1].engine.step_ms = 15
             for i, (output,) in enumerate(await asyncio.gather(*await self.fill(fake))):
                 assert right(output, (i, 1), LONG, i)
