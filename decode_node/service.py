@@ -238,7 +238,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         self._check_open(request.generation)
         if self.draining:
-            raise UnavailableError(f"decode node {self.ref.node_id} is draining")
+            raise UnavailableError(f"decode node {self.ref.node_id} is draining", 0.0)  # Another node helps at once.
         if request.num_prompt_tokens < 1 or request.max_tokens < 1:
             value = (request.num_prompt_tokens, request.max_tokens)
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")

@@ -120,7 +120,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         if self.closed:
             raise UnavailableError(f"prefill node {self.ref.node_id}: {self.closed}")
         if self.draining:
-            raise UnavailableError(f"prefill node {self.ref.node_id} is draining")
+            raise UnavailableError(f"prefill node {self.ref.node_id} is draining", 0.0)  # Another node helps at once.
         if not request.reader.node_id or not request.reader.generation:
             reader = codec.node_ref_from_proto(request.reader)
             raise InvalidArgumentError("reader", str(reader), "must be a decode node")

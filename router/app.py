@@ -11,6 +11,7 @@ import secrets
 from corun.config.fields import RouterConfig, is_loopback
 from corun.observe.endpoints import Observation
 from corun.params import MAX_NAME_LENGTH
+from corun.rpc.activity import Activity
 from corun.rpc.auth import Gate
 from corun.rpc.certificates import Renewed
 from corun.rpc.channel import Access
@@ -26,7 +27,7 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import RequestRunner
 from router.sample import SampleRunner
-from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Calls, ClusterService, RegistryService
+from router.service import AWAY_S, CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, ClusterService, RegistryService
 from router.targets import Targets
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
@@ -85,7 +86,7 @@ class Router:
         )
         self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
         self.streams = OutputStreams()
-        self._activity = Calls()
+        self._activity = Activity("the router", AWAY_S)
         self._is_ready = False
         self._add_services()
 
@@ -114,7 +115,9 @@ class Router:
         self._is_ready = False
         for service in ("", CLUSTER_SERVICE):
             await self.server.set_serving(service, False)
-        if not await self._activity.drain(self._config.drain_grace_s):
+        if await self._activity.drain(self._config.drain_grace_s):
+            await self.streams.end()  # gRPC complains of calls that are open when their server stops.
+        else:
             log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
 
     async def stop(self) -> None:

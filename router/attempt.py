@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from corun.config.fields import RouterConfig
 from corun.errors import (
@@ -32,7 +31,8 @@ from corun.rpc.auth import ANYONE, Caller
 from corun.types import FinishReason, KvHandle, Priority, ResumePoint
 from router.clock import loop_time
 from router.nodes.node import Node, Placement, PrefillNode
-from router.nodes.node_client import ALONE, KvScope, RemoteLease, Start
+from router.nodes.node_client import RemoteLease
+from router.output import Output
 from router.placement import Need
 
 LOOK_S = 0.5
@@ -112,6 +112,13 @@ class NodeFaultError(Exception):
         gone = isinstance(self.error, (UnavailableError, StaleGenerationError, CancelledByPeerError))
         return gone or self.node.is_gone
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the node was told to end. Its refusal may say so before its heartbeat does: a node that refuses for
+        another reason names no time for another try."""
+        refuses = isinstance(self.error, UnavailableError) and self.error.retry_after_s is not None
+        return refuses or self.node.is_leaving
+
     def doubts_kv(self, num_tokens: int) -> bool:
         """Return whether the KV may have been wrong. This is so if the decode node answered with an error, or not in
         time, and drew no token from the KV. A node that went away tells nothing about its KV. num_tokens: the tokens of
@@ -119,45 +126,25 @@ class NodeFaultError(Exception):
         return not (isinstance(self.node, PrefillNode) or self.is_loss or num_tokens)
 
 
-class Output(Protocol):
-    """The receiver of an attempt's tokens."""
-
-    position: int
-    """The number of tokens that the current attempt has given so far."""
-
-    def take(self, token_id: int, logprob: float) -> bool:
-        """Take the attempt's next token. Return True if the sample ends with it."""
-
-
-class DigestedOutput(Protocol):
-    """An output of which there may be a receipt, with digests as in `corun.receipt.OutputDigest`."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    def hexdigest(self) -> str: ...
-    def tokens_hexdigest(self) -> str: ...
-
-
-AnyOutput = TypeVar("AnyOutput", bound=Output)
-
-
-class Attempt(Generic[AnyOutput]):
+class Attempt:
     """One attempt of one sample on one pair of nodes, with the lease and the KV that it holds there."""
 
     def __init__(
         self,
         task: SampleTask,
         placement: Placement,
-        output: AnyOutput,
+        output: Output,
         config: RouterConfig,
         span: Span = OFF,
-        kv_scope: KvScope = ALONE,
+        *,
+        more_follow: bool = False,
     ) -> None:
+        """Create the attempt. more_follow: whether other samples that may get the same KV wait in the queue."""
         self.task = task
         self.placement = placement
         self.output = output
         self.span = span
-        self._kv_scope = kv_scope
+        self._more_follow = more_follow
         self._config = config
         self._lease = RemoteLease(output.take)
         self._prefill_id = ""  # It is set while the prefill node may hold KV for this attempt.
@@ -188,7 +175,8 @@ class Attempt(Generic[AnyOutput]):
                 self.placement.decode.info.ref,
                 self._time(self._config.prefill_timeout_s),
                 span.metadata,
-                kv_scope=self._kv_scope,
+                share_scope=self.task.share_scope if self.placement.need.kv_key else "",
+                more_follow=self._more_follow,
                 isolated=self.task.isolated,
             )
         self.placement.cached_tokens = handle.cached_tokens
@@ -220,24 +208,29 @@ class Attempt(Generic[AnyOutput]):
 
     async def start(self, handle: KvHandle) -> None:
         """Hand the KV over to the decode node."""
-        task = self.task
-        start = Start(handle=handle, prompt_token_ids=task.prompt_token_ids, params=task.params, seed=task.seed)
-        timeout_s = self._time(self._config.step_timeout_s)
-        await self.placement.decode.client.start(self._lease, start, timeout_s, self.span.metadata)
+        await self.placement.decode.client.start(
+            self._lease,
+            handle,
+            prompt_token_ids=self.task.prompt_token_ids,
+            params=self.task.params,
+            seed=self.task.seed,
+            timeout_s=self._time(self._config.step_timeout_s),
+            metadata=self.span.metadata,
+        )
 
     def close(self) -> None:
         """Give back all that the attempt holds. This never waits: calls to nodes run in the background."""
         self.placement.leave()
-        self.leave_kv()()
+        with ExitStack() as unread:
+            self.leave_kv(unread)
         self.placement.decode.client.release(self._lease, self.placement.free)
 
-    def leave_kv(self) -> Callable[[], None]:
-        """Leave the KV on the prefill node for another attempt, and return a function that releases it. Call this
-        before `close`."""
+    def leave_kv(self, kept: ExitStack) -> None:
+        """Leave KV that was not read on the prefill node for another attempt, until `kept` is closed. Call this before
+        `close`."""
         name, self._prefill_id = self._prefill_id, ""
-        if not name or self._lease.has_kv:
-            return nothing
-        return partial(self.placement.prefill.client.release_kv, name)
+        if name and not self._lease.has_kv:
+            kept.callback(self.placement.prefill.client.release_kv, name)
 
     def _time(self, longest_s: float) -> float:
         """Return the seconds until the sample's deadline, at most `longest_s`. Raises DeadlineError if none is left."""
@@ -248,7 +241,7 @@ class Attempt(Generic[AnyOutput]):
 
 
 def receipt_of(
-    task: SampleTask, fingerprint: str, output: DigestedOutput, placement: Placement, reason: FinishReason
+    task: SampleTask, fingerprint: str, output: Output, placement: Placement, reason: FinishReason
 ) -> Receipt:
     """Return the receipt of an attempt that has ended."""
     prefill, decode = placement.prefill.info, placement.decode.info
@@ -269,10 +262,6 @@ def receipt_of(
         cached_tokens=placement.cached_tokens,
         certificates=certificates_digest(prefill.certificate, decode.certificate),
     )
-
-
-def nothing() -> None:
-    pass
 
 
 @contextmanager

@@ -31,6 +31,8 @@ RETRY_S = 1.0
 """The seconds after which a client with so many streams should try again."""
 REOPEN_S = 0.05
 """The seconds after which a client should come back with another stream when the one it named is not open here."""
+END_S = 1.0
+"""The seconds that clients have to learn that their streams end, when the router shuts down."""
 MESSAGE_BYTES = 256 * 1024
 """The bytes from which on a message of a shared stream takes no further call's responses."""
 
@@ -128,7 +130,8 @@ class OutputStream(Source):
         self._turn: asyncio.Handle | None = None
         self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._rest = self._loop.call_later(IDLE_S, self._end)
+        self._rest = self._loop.call_later(IDLE_S, self.end)
+        self.closed: asyncio.Future[None] = self._loop.create_future()
 
     @property
     def has_ended(self) -> bool:
@@ -158,7 +161,7 @@ class OutputStream(Source):
             self._filled.pop(number, None)
             del self._calls[number]
             if not self._calls:
-                self._rest = self._loop.call_later(IDLE_S, self._end)
+                self._rest = self._loop.call_later(IDLE_S, self.end)
 
     def pull(self) -> bytes | None:
         for ended in self._last:  # The message before this one has been written.
@@ -179,10 +182,16 @@ class OutputStream(Source):
                 self._last.append(self._calls[number])
         return message.SerializeToString() if message.responses else None
 
+    def end(self) -> None:
+        """End the stream, which no call uses."""
+        self._has_ended = True
+        self._take_turn()
+
     def close(self) -> None:
         """End every call that still uses the stream."""
         self._has_ended = True
         self._rest.cancel()
+        _settle(self.closed)
         for ended in self._calls.values():
             _settle(ended, _not_open())
 
@@ -200,11 +209,6 @@ class OutputStream(Source):
         self._turn = None
         if self._ready is not None:
             self._ready()
-
-    def _end(self) -> None:
-        """End the stream, which no call has used for a while."""
-        self._has_ended = True
-        self._take_turn()
 
 
 class OutputStreams:
@@ -225,6 +229,14 @@ class OutputStreams:
         finally:
             del self._open[stream.stream_id]
             stream.close()
+
+    async def end(self) -> None:
+        """End all streams when no call uses any, and wait until their clients have been told: at most `END_S`."""
+        ending = tuple(self._open.values())
+        for stream in ending:
+            stream.end()
+        if ending:
+            await asyncio.wait([stream.closed for stream in ending], timeout=END_S)
 
     def find(self, stream_id: str, owner: str) -> OutputStream:
         """Return a stream of this client. Raises UnavailableError if it is not open."""

@@ -101,8 +101,35 @@ class Outbox:
             self.ready()
 
 
-class SampleOutput:
-    """The output of one sample over all its runs.
+class Output:
+    """The tokens of one run of a sample, of which there may be a receipt."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        """The number of tokens that the current run has given so far."""
+        self.records = bytearray()
+        """The records of every token of the sample so far, 8 bytes each (`RECORD`)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the sample so far, over all its runs."""
+        return len(self.records) // _RECORD_SIZE
+
+    def take(self, token_id: int, logprob: float) -> bool:
+        """Take the run's next token. Return True if the sample ends with it."""
+        self.position += 1
+        self.records += _pack(token_id, logprob)
+        return False
+
+    def hexdigest(self) -> str:
+        return records_digest(self.records)
+
+    def tokens_hexdigest(self) -> str:
+        return records_tokens_digest(self.records)
+
+
+class SampleOutput(Output):
+    """The output of one sample over all its runs, delivered to its client.
 
     received: the output that the client has from an earlier call. It is checked before anything else is sent, and it is
     not sent again. Text is a function of the tokens, so the missing text is the text of the whole run without the bytes
@@ -120,15 +147,12 @@ class SampleOutput:
         received: ResumePoint | None = None,
         with_token_texts: bool = False,
     ) -> None:
-        self.position = 0
-        """The number of tokens that the current run has given so far."""
+        super().__init__()
         self.mismatch: DataLossError | None = None
         """Set when bits differ from those of an earlier run, or from those the client received."""
         self.differs_at: int | None = None
         """The index of the token, from 0, at which a run differs from an earlier one. Such a difference is the nodes'
         fault."""
-        self.records = bytearray()
-        """The records of every token of the sample so far, 8 bytes each (`RECORD`)."""
         self.node_reason: FinishReason | None = None
         """Why the node ended the sample; None if a stop string ended it, because nodes do not know stop strings."""
         self._sample_index = sample_index
@@ -146,17 +170,11 @@ class SampleOutput:
         self._skip_bytes = received.text_bytes if received else 0  # Bytes of received text that have yet to come again.
         self._unsent = ""
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the sample so far, over all its runs."""
-        return len(self.records) // _RECORD_SIZE
-
     def restart(self) -> None:
         """Begin a new run at the first token. The tokens of earlier runs must come again, bit by bit."""
         self.position = 0
 
     def take(self, token_id: int, logprob: float) -> bool:
-        """Take the run's next token. Return True if the sample ends with it."""
         record, records = _pack(token_id, logprob), self.records
         at = self.position * _RECORD_SIZE
         self.position += 1
@@ -204,12 +222,6 @@ class SampleOutput:
         """End the sample's output with its receipt."""
         self._outbox.piece(self._sample_index, self._seed).receipt = receipt
         self._outbox.notify()
-
-    def hexdigest(self) -> str:
-        return records_digest(self.records)
-
-    def tokens_hexdigest(self) -> str:
-        return records_tokens_digest(self.records)
 
     @property
     def _is_armed(self) -> bool:

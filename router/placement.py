@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from corun.room import SampleBlocks, UsedBlocks, places
@@ -38,13 +38,6 @@ LATELY = 64
 BEGINNING = 256
 """The number of tokens from one beginning of a prompt to the next. A shorter one would save less than about 6 ms of
 prefill, and each costs every prompt a digest."""
-RATE_S = 2.0
-"""The least number of seconds over which a rate is measured: nodes count a prompt's tokens when it is done."""
-RATE_MEMORY = 4
-"""A new measurement moves the mean by one part in so many."""
-RELAXED = 0.5
-"""A node takes samples to decode again once first tokens come after this part of their target. It is well below 1,
-because its prompts take longer then, and it should not have to change back at once."""
 HANDOFF_PART = 4
 """A prompt that another engine must read counts for one part in so many more, because its first token is so much later.
 
@@ -86,27 +79,6 @@ class SharedCount:
         counts as ours, and only the rest as other routers'."""
         self.foreign = max(0, total - self._peak)
         self._peak = self.own
-
-
-class Rate:
-    """How fast a node counts up while it is busy, as a running mean over its heartbeats."""
-
-    def __init__(self) -> None:
-        self.per_s = 0.0
-        """The count per second; 0 until it has been measured."""
-        self._since: tuple[float, int] | None = None
-        """The time and the count at which the present measurement began; None while the node is not busy."""
-
-    def report(self, count: int, now: float, *, is_busy: bool) -> None:
-        """Take what a heartbeat said at the time `now`. Seeing a heartbeat again does nothing."""
-        if not is_busy or (self._since and count < self._since[1]):
-            self._since = None
-        elif self._since is None:
-            self._since = now, count
-        elif (seconds := now - self._since[0]) >= RATE_S:
-            found = (count - self._since[1]) / seconds
-            self.per_s += (found - self.per_s) / (RATE_MEMORY if self.per_s else 1)
-            self._since = now, count
 
 
 class DecodeRoom:
@@ -342,7 +314,7 @@ def choose_pair(
     """
     avoid = _avoided(need, decodes, prefills)
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
-    fitting.sort(key=lambda node_id: (node_id in avoid, *_least_used(decodes[node_id]), node_id))
+    fitting.sort(key=lambda node_id: (node_id in avoid, *least_used(decodes[node_id]), node_id))
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
     for decode in fitting:
         if warm := [node_id for node_id in free if is_warm(decode, node_id)]:
@@ -368,7 +340,7 @@ def choose_idle_pair(
     pairs = [pair for pair in itertools.product(able, prefills) if is_warm(*pair)]
     fewest = min((len(avoid.intersection(pair)) for pair in pairs), default=0)
     idle = [
-        (*_least_used(decodes[decode]), decode, not _is_one_engine(decodes[decode], prefills[prefill]), prefill)
+        (*least_used(decodes[decode]), decode, not _is_one_engine(decodes[decode], prefills[prefill]), prefill)
         for decode, prefill in pairs
         if len(avoid.intersection((decode, prefill))) == fewest
         and prefills[prefill].is_idle
@@ -378,55 +350,6 @@ def choose_idle_pair(
         return None
     *_, decode, _, prefill = min(idle)
     return decode, prefill
-
-
-def first_token_wait_s(
-    head: Need | None,
-    waiting_tokens: int,
-    decodes: Iterable[DecodeRoom],
-    prefills: Iterable[PrefillRoom],
-    tokens_per_s: float,
-) -> float:
-    """Return for how many seconds a prompt that comes now waits until it is computed; 0 while no rate is known.
-
-    head, waiting_tokens: the first sample in line, and the prompt tokens of all that wait. They are before the new
-        prompt only if the first one waits for a prefill node. If it waits for a decode node, more prefill is no help.
-    """
-    prefills = list(prefills)
-    tokens = sum(room.queued_tokens for room in prefills)
-    decodes_may = head is not None and any(room.may_ask(head) for room in decodes)
-    if head and decodes_may and not any(room.has_room(head.num_prompt, head.kv_key) for room in prefills):
-        tokens += waiting_tokens
-    return tokens / tokens_per_s if tokens_per_s else 0.0
-
-
-def choose_flexing(
-    wait_s: float, target_s: float, decodes: Mapping[str, DecodeRoom], colocated: Iterable[str]
-) -> str | None:
-    """Return the id of the colocated node that is to begin to take prompts only, or to end it; None if none is to.
-
-    It is one node at a time. The one with the most free slots begins, because it has the least left to decode. The
-    other nodes that decode must be able to hold samples as large as this one can.
-    """
-    closed = sorted(node_id for node_id, room in decodes.items() if room.prompts_only)
-    if closed and wait_s < RELAXED * target_s:
-        return closed[0]
-    if wait_s <= target_s:
-        return None
-    serving = {node_id: room.most_tokens for node_id, room in decodes.items() if not room.prompts_only}
-    able = [
-        node_id
-        for node_id in serving.keys() & set(colocated)
-        if any(most >= serving[node_id] for other, most in serving.items() if other != node_id)
-    ]
-    return min(able, key=lambda node_id: (*_least_used(decodes[node_id]), node_id), default=None)
-
-
-def lacks_decode(decodes: Iterable[DecodeRoom]) -> bool:
-    """Return whether samples that fit on a node that takes prompts only fit on none that decodes."""
-    decodes = list(decodes)
-    serving = max((room.most_tokens for room in decodes if not room.prompts_only), default=0)
-    return any(room.most_tokens > serving for room in decodes if room.prompts_only)
 
 
 def _avoided(need: Need, *groups: Mapping[str, DecodeRoom | PrefillRoom]) -> frozenset[str]:
@@ -440,7 +363,7 @@ def _is_one_engine(decode: DecodeRoom, prefill: PrefillRoom) -> bool:
     return bool(decode.engine_id) and decode.engine_id == prefill.engine_id
 
 
-def _least_used(room: DecodeRoom) -> tuple[int, int]:
+def least_used(room: DecodeRoom) -> tuple[int, int]:
     return -room.free_slots, -room.free_blocks
 
 

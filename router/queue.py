@@ -176,10 +176,11 @@ class SampleQueue:
         return self._tokens_of.total()
 
     @property
-    def head(self) -> Need | None:
-        """The need of the first sample in line; None if none waits there."""
-        entry = self._head()
-        return entry.need if entry else None
+    def head(self) -> QueueEntry | None:
+        """The first entry in line; None if none waits there."""
+        while self._heap and not self._is_in_line(self._heap[0][1]):
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
 
     @property
     def in_line(self) -> int:
@@ -263,17 +264,20 @@ class SampleQueue:
     def pump_soon(self) -> None:
         """Call `pump` after the code that runs now. By then, samples that lost placements in it have queued again."""
         if self._pumping is None:
-            self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
+            self._pumping = asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
         """Place entries in order, until the first one has to wait for room on a node in use. An entry that no node in
         use could ever hold steps aside, or fails if no other node could hold it either."""
+        if self._pumping is not None:
+            self._pumping.cancel()  # This does nothing to the call that runs now.
+            self._pumping = None
         most_tokens = self._pool.most_tokens() if self._aside else 0
         for entry in [entry for entry in self._aside if entry.need.total <= most_tokens]:
             self._aside.pop(entry).cancel()
             self._line_up(entry)
         self._is_missing = bool(self.waiting and self._pool.missing())  # Asked once: it goes through all nodes.
-        while (head := self._head()) is not None:
+        while (head := self.head) is not None:
             if not self._is_missing and (placement := self._pool.place(head.need)) is not None:
                 self._grant(head, placement)
             elif not self._is_missing and head.need.total <= self._pool.most_tokens():
@@ -286,17 +290,8 @@ class SampleQueue:
                 self._fail_aside(head)
         self._pace.waits(loop_time(), anyone=self.in_line > 0)
 
-    def _pump_now(self) -> None:
-        self._pumping = None
-        self.pump()
-
     def _is_in_line(self, entry: QueueEntry) -> bool:
         return entry.is_waiting and entry not in self._aside
-
-    def _head(self) -> QueueEntry | None:
-        while self._heap and not self._is_in_line(self._heap[0][1]):
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
 
     def _wait(self, entry: QueueEntry) -> None:
         """Let an entry wait in line."""
@@ -327,11 +322,11 @@ class SampleQueue:
 
     def _grant(self, entry: QueueEntry, placement: Placement) -> None:
         assert entry.granted is not None
-        if entry.granted.done():  # The caller was cancelled a moment ago, but the entry has not left the queue yet.
-            self._remove(entry)
+        is_late = entry.granted.done()  # The caller was cancelled a moment ago, but the entry has not left the queue.
+        self._remove(entry, is_placed=not is_late)
+        if is_late:
             placement.close()
             return
-        self._remove(entry, is_placed=True)
         if entry.first_placement is None:
             entry.first_placement = next(self._placements)
         entry.granted.set_result(placement)

@@ -41,7 +41,7 @@ from router.output import Outbox, SampleOutput
 from router.placement import beginnings_of
 from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
-from router.sample import SampleRunner
+from router.sample import SampleRun, SampleRunner
 
 SEED_KEY_BYTES = 32
 """The length of the key that a router draws if it is given none."""
@@ -218,13 +218,12 @@ class RequestRunner:
         needs = [sample.need for sample in samples]
         entries = self._queue.enter(needs, caller=first.caller, priority=first.priority)
         outbox = Outbox(self._config.max_unsent_tokens)
-        tasks = [
-            asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
-            for sample, entry in zip(samples, entries, strict=True)
-        ]
-        for task, entry in zip(tasks, entries, strict=True):
+        tasks = []
+        for sample, entry in zip(samples, entries, strict=True):
+            task = asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
             # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
+            tasks.append(task)
         running = RunningRequest(tasks, outbox)
         outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
         return running
@@ -240,7 +239,7 @@ class RequestRunner:
             with_token_texts=sample.token_texts,
         )
         try:
-            await self._runner.run(sample, entry, output)
+            await SampleRun(self._runner, sample, entry, output).run()
         except CorunError as error:
             outbox.fail(error)
         except Exception:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from corun.config.fields import RouterConfig
@@ -26,11 +26,11 @@ from corun.errors import (
 from corun.observe.tracing import Span
 from corun.receipt import Receipt
 from corun.types import FinishReason, NodeRef
-from router.attempt import Attempt, NodeFaultError, SampleTask, nothing, receipt_of
+from router.attempt import Attempt, NodeFaultError, SampleTask, receipt_of
 from router.clock import loop_time
 from router.metrics import RouterMetrics
 from router.nodes.node import Placement
-from router.nodes.node_client import ALONE, KvScope, is_not_finite
+from router.nodes.node_client import is_not_finite
 from router.nodes.registry import Registry
 from router.output import SampleOutput
 from router.queue import QueueEntry, SampleQueue
@@ -57,24 +57,13 @@ class Finished:
 
 @dataclass(kw_only=True)
 class SampleRunner:
-    """Runs samples on the registry's nodes, in the queue's order."""
+    """What the runs of all samples share."""
 
     registry: Registry
     queue: SampleQueue
     config: RouterConfig
     metrics: RouterMetrics
     on_finished: Callable[[Finished], None]
-
-    async def run(self, task: SampleTask, entry: QueueEntry, output: SampleOutput) -> Receipt:
-        """Run a sample to its end. Its tokens go to `output` as they come.
-
-        Raises:
-            DeadlineError: the sample's deadline has passed.
-            UnavailableError: nodes are missing, or failed `max_attempts` attempts.
-            InvalidArgumentError: an engine refuses the request, or two attempts had no finite logits to draw from.
-            DataLossError: a repeated attempt gave other bits than the one before, or than the client received.
-        """
-        return await SampleRun(self, task, entry, output).run()
 
 
 class SampleRun:
@@ -86,7 +75,7 @@ class SampleRun:
         self._entry = entry
         self._output = output
         self._first_token_at: float | None = None
-        self._give_back_kv = nothing
+        self._kept_kv = ExitStack()
         """Releases the KV that an attempt left unread for the next one."""
         self._num_failed = 0
         """The number of attempts that a fault ended, including excused ones."""
@@ -99,17 +88,26 @@ class SampleRun:
         """The attempts without finite logits, as in `_reached`."""
 
     async def run(self) -> Receipt:
+        """Run the sample to its end. Its tokens go to the output as they come.
+
+        Raises:
+            DeadlineError: the sample's deadline has passed.
+            UnavailableError: nodes are missing, or failed `max_attempts` attempts.
+            InvalidArgumentError: an engine refuses the request, or two attempts had no finite logits to draw from.
+            DataLossError: a repeated attempt gave other bits than the one before, or than the client received.
+        """
         task, output = self._task, self._output
         reason: FinishReason | None = None
-        try:
+        with self._kept_kv:
             while reason is None:
                 with task.span.child("attempt", task.facts | {"corun.attempt": self._num_failed + 1}) as span:
                     placement = await self._place(span)
-                    attempt = Attempt(task, placement, output, self._runner.config, span, self._kv_scope())
+                    more_follow = self._runner.queue.more_follow(placement.need.kv_key)
+                    attempt = Attempt(task, placement, output, self._runner.config, span, more_follow=more_follow)
                     with self._account_for(attempt):
                         await attempt.reserve()  # Decode node: KV room for prompt and output, a place in line.
                         handle = await attempt.prefill()  # Prefill node: the prompt's KV.
-                        self._release_kv()  # This attempt has its own claim on it.
+                        self._kept_kv.close()  # This attempt has its own claim on it.
                         reason = output.end(await attempt.decode(handle))  # Decode node: a slot, the tokens.
                         span.note({"gen_ai.usage.output_tokens": output.num_tokens})
                         span.note({"gen_ai.response.finish_reasons": (reason.value,)})
@@ -117,8 +115,6 @@ class SampleRun:
                     output.restart()  # type: ignore[unreachable]
                     self._runner.queue.again(self._entry, ran=self._num_failed > 0)
             return self._finish(reason)
-        finally:
-            self._release_kv()
 
     async def _place(self, span: Span) -> Placement:
         """Wait for the sample's place on a pair of nodes."""
@@ -130,22 +126,8 @@ class SampleRun:
         span.note({"corun.prefill_node": str(prefill), "corun.decode_node": str(decode)})
         return placement
 
-    def _kv_scope(self) -> KvScope:
-        kv_key = self._entry.need.kv_key
-        return KvScope(self._task.share_scope, self._runner.queue.more_follow(kv_key)) if kv_key else ALONE
-
-    def _keep_kv(self, give_back: Callable[[], None]) -> None:
-        """Keep the KV of an attempt for the next one, in place of an earlier attempt's. `nothing`: it left none."""
-        if give_back is not nothing:
-            self._release_kv()
-            self._give_back_kv = give_back
-
-    def _release_kv(self) -> None:
-        self._give_back_kv()
-        self._give_back_kv = nothing
-
     @contextmanager
-    def _account_for(self, attempt: Attempt[SampleOutput]) -> Iterator[None]:
+    def _account_for(self, attempt: Attempt) -> Iterator[None]:
         """Give back what an attempt holds, and draw the consequences of its end.
 
         A refused reservation and a node fault end the attempt without an error, so that the sample can be placed again.
@@ -163,7 +145,7 @@ class SampleRun:
             raise
         except NodeFaultError as fault:
             if fault.node is placement.decode and fault.is_loss and self._entry.need.kv_key:
-                self._keep_kv(attempt.leave_kv())
+                attempt.leave_kv(self._kept_kv)
             self._note_fault(fault, attempt, clock.still_s - still_before)
         finally:
             if placement.holds_room:  # A refused placement has led to no attempt.
@@ -181,7 +163,7 @@ class SampleRun:
         received = self._task.received
         return max(0, self._output.num_tokens - (received.num_tokens if received else 0))
 
-    def _note_fault(self, fault: NodeFaultError, attempt: Attempt[SampleOutput], still_s: float) -> None:
+    def _note_fault(self, fault: NodeFaultError, attempt: Attempt, still_s: float) -> None:
         """Tell the registry of a node fault, and prepare the next attempt. Raises the error that ends the sample if
         there is no next attempt.
 
@@ -203,7 +185,7 @@ class SampleRun:
         self._num_failed += 1
         if still_s > runner.config.heartbeat_timeout_ms / 1000:
             log.warning("it does not count: this router stood still for %.1f s in it", still_s)
-        elif fault.node.is_leaving:
+        elif fault.is_planned:
             log.info("it does not count: %s was told to end", fault.node.info.ref)
         else:
             self._faults.append(fault.node.info.ref)
@@ -238,7 +220,7 @@ class SampleRun:
             )
         return UnavailableError(f"nodes failed {runs} runs of {task} ({nodes})")
 
-    def _note_mismatch(self, error: DataLossError, attempt: Attempt[SampleOutput]) -> None:
+    def _note_mismatch(self, error: DataLossError, attempt: Attempt) -> None:
         """Log that bits differ. If two attempts in this router differ, quarantine the nodes of both, because one of
         them gave wrong bits and nothing shows which."""
         log.error("%s of %s", error, self._task)

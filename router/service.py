@@ -47,26 +47,12 @@ AWAY_S = 0.5
 its address."""
 
 
-class Calls(Activity):
-    """The calls in progress, and whether the router accepts new ones."""
-
-    def __init__(self) -> None:
-        super().__init__("the router", AWAY_S)
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Count one call while it runs. Raises UnavailableError when the router is draining."""
-        self.check()
-        with self.counted():
-            yield
-
-
 @dataclass(kw_only=True, eq=False)
 class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     """The gRPC service that answers clients."""
 
     router_id: str
-    activity: Calls
+    activity: Activity
     registry: Registry
     queue: SampleQueue
     metrics: RouterMetrics
@@ -78,7 +64,8 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[Source]:
         metrics = self.metrics
-        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.call():
+        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.counted():
+            self.activity.check()
             metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
             stream = self.streams.find(request.stream_id, caller().name) if request.stream_id else None
@@ -102,6 +89,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 await running.close()
 
     async def StreamOutputs(self, request: cluster_pb2.StreamOutputsRequest, context: Context) -> AsyncIterator[Source]:
+        self.activity.check()
         with self.streams.opened(caller().name) as stream:
             yield stream
 
@@ -125,7 +113,8 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def Verify(
         self, request: cluster_pb2.VerifyRequest, context: Context
     ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
-        with self.activity.call():
+        with self.activity.counted():
+            self.activity.check()
             self.verifier.check_size(len(request.cases), len(request.conditions))
             model = await self.requests.model(_deadline(context))
             cases = []
@@ -148,7 +137,7 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
     """The gRPC service that answers nodes."""
 
     router_id: str
-    activity: Calls
+    activity: Activity
     registry: Registry
     heartbeat_interval_ms: int
 

@@ -28,7 +28,7 @@ class FakeCluster(LocalCluster):
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Any]:
-        async with channel(self.address, access=self.client) as link:
+        async with channel(self.addresses[0], access=self.client) as link:
             yield cluster_service_pb2_grpc.ClusterServiceStub(link)
 
     async def status(self) -> ClusterStatus:
@@ -43,6 +43,7 @@ async def cluster(
     *,
     prefills: int = 1,
     decodes: int = 1,
+    routers: int = 1,
     slots: int = 8,
     lease_ttl_ms: int = 60_000,
     client: Access = OPEN,
@@ -51,7 +52,7 @@ async def cluster(
     """Run a cluster whose nodes are READY. At the end, check that it holds nothing, and close it."""
     fake = FakeCluster(model, router_config(**config), client)
     try:
-        await fake.start(prefills, decodes, slots=slots, lease_ttl_ms=lease_ttl_ms)
+        await fake.start(prefills, decodes, routers, slots=slots, lease_ttl_ms=lease_ttl_ms)
         yield fake
         await fake.idle()
     finally:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
-from corun.receipt import records_digest, records_tokens_digest
 from corun.records.reproduction import Drawn, Reproduction, write_reproduction
 from corun.types import AuditStatus, FinishReason
 from router.attempt import NodeFaultError, receipt_of
@@ -25,7 +24,7 @@ from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.clock import loop_time
 from router.nodes.node_client import is_not_finite
 from router.nodes.registry import Registry
-from router.output import RECORD
+from router.output import RECORD, Output
 from router.placement import Need
 from router.sample import Finished
 
@@ -44,7 +43,7 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class AuditOutput:
+class AuditOutput(Output):
     """The output of one audit, to be compared with the output that the client got. It goes on after a difference, for
     the digest.
 
@@ -54,27 +53,13 @@ class AuditOutput:
     """
 
     def __init__(self, finished: Finished) -> None:
-        self.position = 0
-        """The number of tokens that the audit has given so far."""
-        self.records = bytearray()
-        """The records of these tokens (`router.output.RECORD`)."""
+        super().__init__()
         self._first = finished
-
-    @property
-    def num_tokens(self) -> int:
-        return self.position
 
     def take(self, token_id: int, logprob: float) -> bool:
         """Take the audit's next token. Return True if a stop string ended the first run at this token."""
-        self.position += 1
-        self.records += RECORD.pack(token_id, logprob)
+        super().take(token_id, logprob)
         return self._first.node_reason is None and len(self.records) >= len(self._first.records)
-
-    def hexdigest(self) -> str:
-        return records_digest(self.records)
-
-    def tokens_hexdigest(self) -> str:
-        return records_tokens_digest(self.records)
 
     def differs_at(self, reason: FinishReason) -> int | None:
         """Return the index, from 0, of the first token that differs, after an audit that ended for `reason`; None if
@@ -196,7 +181,8 @@ class Auditor:
         nodes = (ref.node_id for ref in run.placement.refs)
         same_nodes = tuple(node_id for node_id in nodes if node_id in audit.need.avoid)  # There were no others.
         self._counts["same_node"] += bool(same_nodes)
-        output: AuditOutput = run.attempt.output
+        output = run.attempt.output
+        assert isinstance(output, AuditOutput)
         differs_at = output.differs_at(reason)
         if differs_at is None:
             self._counts["matched"] += 1

@@ -20,10 +20,11 @@ from corun.receipt import prompt_digest
 from corun.rpc.auth import Caller
 from corun.seeds import MAX_SEED
 from corun.types import FinishReason, NodeState, Priority
-from router.attempt import Attempt, NodeFaultError, Output, SampleTask
+from router.attempt import Attempt, NodeFaultError, SampleTask
 from router.clock import loop_time
 from router.nodes.node import Placement
 from router.nodes.registry import Registry
+from router.output import Output
 from router.placement import Need
 from router.prompts import Model
 from router.queue import SampleQueue
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 class IdleRun:
     """One run of one sample, from its placement to its end."""
 
-    def __init__(self, attempt: Attempt[Any], keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
+    def __init__(self, attempt: Attempt, keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
         self.task = attempt.task
         self.placement = attempt.placement
         self.end: FinishReason | BaseException | None = None
@@ -187,18 +188,18 @@ class Fillers:
         )
 
 
-class Unread:
+class Unread(Output):
     """The output of a filler: its tokens are only counted."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
-        self.position = 0
+        super().__init__()
         self._on_first = on_first
 
     def take(self, token_id: int, logprob: float) -> bool:
-        self.position += 1
+        ended = super().take(token_id, logprob)
         if self.position == 1:
             self._on_first()
-        return False
+        return ended
 
 
 class Crowd:
@@ -246,9 +247,8 @@ class Crowd:
         await self._registry.until(lambda: not self._running and not self._leaving, loop_time() + CLOSE_TIMEOUT_S)
 
     def _stands(self) -> bool:
-        begun = sum(output.position > 0 for output in self._running.values())
-        nobody_moves = begun == len(self._running) and not self._leaving
-        return begun >= self._size or nobody_moves or self._has_turned
+        nobody_moves = not self._leaving and all(output.position for output in self._running.values())
+        return nobody_moves or self._has_turned
 
     def _start(self) -> bool:
         output, spare = Unread(self._registry.changed), self._spare_slots()

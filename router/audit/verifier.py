@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -201,10 +201,9 @@ class Verifier:
             yield await self._run(job, index, sample)
 
     async def _crowded(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
-        nodes, samples = self._registry.decode_nodes(), [sample for _, sample in job.samples]
+        nodes = self._registry.decode_nodes()
         wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
-        rooms = [_room_beside(node, sample, node.slots) for node in nodes for sample in samples]
-        num_tokens = max(CROWD_TOKENS, min((wanted, *rooms)))
+        num_tokens = max(CROWD_TOKENS, min(wanted, _tokens_beside(nodes, (sample for _, sample in job.samples))))
         left_free = 0
         draw = partial(job.fillers.draw, num_tokens)
         async with self._crowd(job, self._num_slots - 1, draw, spare_slots=lambda: left_free):
@@ -218,11 +217,9 @@ class Verifier:
     async def _in_other_slots(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
         for index, sample in job.samples:
             held, nodes = job.rng.randint(1, MAX_HELD_SLOTS), self._registry.decode_nodes()
-            # Besides those that hold slots, every node keeps a slot and the KV blocks for the sample itself.
-            counts = [(node, max(0, min(held, node.slots - 1, _blocks_beside(node, sample)))) for node in nodes]
-            num_tokens = min((_room_beside(node, sample, count) for node, count in counts if count), default=0)
-            draw = partial(job.fillers.draw, num_tokens, endless=True)
-            async with self._crowd(job, sum(count for _, count in counts), draw, spare_slots=lambda: 1):
+            size = sum(min(held, node.slots - 1) for node in nodes)  # Every node keeps a slot for the sample itself.
+            draw = partial(job.fillers.draw, _tokens_beside(nodes, [sample]), endless=True)
+            async with self._crowd(job, size, draw, spare_slots=lambda: 1):
                 result = await self._run(job, index, sample)
             yield result
 
@@ -305,10 +302,9 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
     )
 
 
-def _room_beside(node: NodeInfo, sample: SampleTask, number: int) -> int:
-    """Return the tokens that each of `number` samples may have if the node is to have KV for all and for `sample`."""
-    return _blocks_beside(node, sample) // max(1, number) * node.block_size
-
-
-def _blocks_beside(node: NodeInfo, sample: SampleTask) -> int:
-    return max(0, node.kv_blocks - -(-sample.need.total // node.block_size))
+def _tokens_beside(nodes: Sequence[NodeInfo], samples: Iterable[SampleTask]) -> int:
+    """Return the tokens that each of so many other samples as a node has slots may have, if the node is to have KV for
+    all and for any of these."""
+    needed = max((sample.need.total for sample in samples), default=0)
+    free = ((node.kv_blocks - -(-needed // node.block_size)) // node.slots * node.block_size for node in nodes)
+    return max(0, min(free, default=0))

@@ -21,7 +21,6 @@ from router.placement import (
     DecodeRoom,
     Need,
     PrefillRoom,
-    Rate,
 )
 
 C = TypeVar("C", bound=NodeClient)
@@ -55,9 +54,6 @@ class Node(Generic[C]):
         self.info = info
         self.client = client
         self.load = NodeLoad()
-        self.rate = Rate()
-        """The prompt tokens a second of a prefill node; the steps a second of a decode node while they hold prompts. It
-        is measured under a target of latency only (`router.targets`)."""
         self.heard_at = now
         """The time of the last registration or heartbeat, on the clock that stands still with the router
         (`router.clock`)."""

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -117,19 +116,6 @@ class NodeClient:
         return task
 
 
-@dataclass(frozen=True, slots=True)
-class KvScope:
-    """The sharing of a prompt's KV with other samples."""
-
-    scope: str = ""
-    """The scope in which equal prompts may get the same KV; empty if the KV is computed for this call alone."""
-    more_follow: bool = False
-    """Whether other samples that may get the same KV wait in the queue."""
-
-
-ALONE = KvScope()
-
-
 class PrefillClient(NodeClient):
     """The calls to one prefill node."""
 
@@ -144,22 +130,25 @@ class PrefillClient(NodeClient):
         reader: NodeRef,
         timeout_s: float,
         metadata: Metadata = (),
-        kv_scope: KvScope = ALONE,
         *,
+        share_scope: str = "",
+        more_follow: bool = False,
         isolated: bool = False,
     ) -> KvHandle:
         """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
         this call drops the work.
 
-        isolated: compute it as the contract says, and in no other way that gives the same bits.
+        share_scope: the scope in which equal prompts may get the same KV; empty if it is computed for this call alone.
+        more_follow: whether other samples that may get the same KV wait. isolated: compute it as the contract says, and
+        in no other way that gives the same bits.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
             generation=self.ref.generation,
             prompt_token_ids=prompt_token_ids,
             reader=codec.node_ref_to_proto(reader),
-            share_scope=kv_scope.scope,
-            more_follow=kv_scope.more_follow,
+            share_scope=share_scope,
+            more_follow=more_follow,
             isolated=isolated,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
@@ -176,16 +165,6 @@ class PrefillClient(NodeClient):
             await self._call(self._stub.ReleaseKv, request, CLEANUP_TIMEOUT_S)
         except CorunError as error:
             log.warning("KV of %s on %s ends by its lease: %s", request_id, self.ref, error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """The data that a decode node needs to run a sample in the room of a lease."""
-
-    handle: KvHandle
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    seed: int
 
 
 class _NotFiniteError(InternalError):
@@ -331,15 +310,25 @@ class DecodeClient(NodeClient):
             raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
 
-    async def start(self, lease: RemoteLease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
+    async def start(
+        self,
+        lease: RemoteLease,
+        handle: KvHandle,
+        *,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        timeout_s: float,
+        metadata: Metadata,
+    ) -> None:
         """Start decoding in the room of a lease. Rows follow on the step stream as soon as the sample has a slot."""
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
             generation=self.ref.generation,
-            handle=codec.kv_handle_to_proto(start.handle),
-            prompt_token_ids=start.prompt_token_ids,
-            sampling_params=codec.sampling_params_to_proto(start.params),
-            seed=start.seed,
+            handle=codec.kv_handle_to_proto(handle),
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=codec.sampling_params_to_proto(params),
+            seed=seed,
         )
         lease.heard_at = self._clock.time()
         await self._call(self._stub.Start, request, timeout_s, metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from corun.params import SamplingParams
@@ -18,6 +19,22 @@ LONG = SamplingParams(max_tokens=60, logprobs=True)
 PROMPT = (5, 6, 7)
 CERTIFICATES = certificates_digest(*(certificate(role).digest for role in NodeRole))
 """What receipts say of the certificates of a pair of fake nodes."""
+
+
+MEMBER = "m" * 16
+"""The token of the cluster in `with_tokens`."""
+
+
+def token_of(client: str) -> str:
+    return f"{client:-<16}"
+
+
+def with_tokens(directory: Path, *clients: str) -> dict[str, Any]:
+    """Return the settings of a cluster with tokens. clients: the name of each, and after it what its token allows."""
+    lines = [f"{name}: {token_of(name)} {limits}\n" for name, _, limits in (each.partition(" ") for each in clients)]
+    (directory / "clients").write_text("".join(lines))
+    (directory / "cluster").write_text(MEMBER)
+    return {"client_tokens_file": str(directory / "clients"), "cluster_token_file": str(directory / "cluster")}
 
 
 def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> bool:

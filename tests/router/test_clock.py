@@ -136,8 +136,10 @@ async def test_losses_after_the_routers_own_stillness_are_nobodys_fault(model: s
         for _ in range(2):
             await lose(fake, after_stillness=after_stillness)
         if not after_stillness:
-            with pytest.raises(UnavailableError, match="may be poison: 2 runs of its sample 0"):
+            lost = r"may be poison: 2 runs of its sample 0 ended with a lost node \(d1@\w+, d1@\w+\)"
+            with pytest.raises(UnavailableError, match=lost) as caught:
                 await run
+            assert caught.value.retry_after_s is None  # No client is to try it elsewhere.
             return
         (output,) = await run
         assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 
-from corun.config.fields import RouterConfig
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
 from router.nodes.registry import Registry
 from tests.clusters import FakeCluster, cluster, generate
-from tests.router.asking import LONG, PROMPT, right
+from tests.router.asking import PROMPT
 from tests.router.test_placement import NEED
 from tests.router.test_registry import info
 
@@ -29,11 +27,6 @@ async def add_colocated(fake: FakeCluster, node_id: str = "c0") -> None:
     await fake.ready(f"{node_id}-prefill", f"{node_id}-decode")
 
 
-async def kill_colocated(fake: FakeCluster, node_id: str = "c0") -> None:
-    """End both sides at once, as they do when their process dies."""
-    await asyncio.gather(*(fake.kill(f"{node_id}-{side}") for side in ("prefill", "decode")))
-
-
 def sides(model: str) -> tuple[NodeInfo, NodeInfo]:
     """Return what the sides of a colocated node tell routers."""
     prefill, decode = (info(model, name, role) for name, role in zip(SIDES, (P, D), strict=True))
@@ -45,8 +38,7 @@ def states(registry: Registry) -> dict[str, tuple[NodeState, str]]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_if_one_side_is_lost_so_is_the_other_at_once(model: str, first: int) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_if_one_side_is_lost_so_is_the_other_at_once(registry: Registry, model: str, first: int) -> None:
     for node in (*sides(model), info(model, "d1")):
         registry.register(node)
     registry.lose(registry._nodes()[first], "its process died")
@@ -56,11 +48,9 @@ async def test_if_one_side_is_lost_so_is_the_other_at_once(model: str, first: in
     for node in sides(model):  # It was the network: both come back.
         registry.register(node)
     assert {state for state, _ in states(registry).values()} == {NodeState.JOINING}
-    await registry.close()
 
 
-async def test_a_new_generation_of_one_side_ends_both_old_ones_and_no_new_one(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_new_generation_of_one_side_ends_both_old_ones_and_no_new_one(registry: Registry, model: str) -> None:
     for node in sides(model):
         registry.register(node)
     new = [replace(node, ref=replace(node.ref, generation="1" * 16), engine_id="f") for node in sides(model)]
@@ -68,22 +58,18 @@ async def test_a_new_generation_of_one_side_ends_both_old_ones_and_no_new_one(mo
     assert [state for state, _ in states(registry).values()] == [NodeState.JOINING, NodeState.LOST]
     registry.register(new[1])
     assert [state for state, _ in states(registry).values()] == [NodeState.JOINING] * 2
-    await registry.close()
 
 
-async def test_a_colocated_node_that_drained_is_gone_as_planned_with_both_sides(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_colocated_node_that_drained_is_gone_as_planned_with_both_sides(registry: Registry, model: str) -> None:
     for node in sides(model):
         registry.register(node)
         registry.heartbeat(node.ref, NodeLoad(), draining=True)
     registry.lose(registry._nodes()[1], "its step stream ended")
     assert set(states(registry).values()) == {(NodeState.LOST, GONE_AS_PLANNED)}
-    await registry.close()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_wrong_bits_of_one_side_put_both_out(model: str, is_lost: bool) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_wrong_bits_of_one_side_put_both_out(registry: Registry, model: str, is_lost: bool) -> None:
     prefill, decode = sides(model)
     other = info(model, "d1")
     for node in (prefill, decode, other):
@@ -95,12 +81,12 @@ async def test_wrong_bits_of_one_side_put_both_out(model: str, is_lost: bool) ->
     for node in (prefill, decode):
         with pytest.raises(DataLossError, match="gave other bits for a sample"):
             registry.heartbeat(node.ref, NodeLoad(), draining=False)
-    await registry.close()
 
 
 @pytest.mark.parametrize("order", [1, -1])
-async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(model: str, order: int) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(
+    registry: Registry, model: str, order: int
+) -> None:
     prefill, decode = sides(model)
     for node in (prefill, replace(decode, finding="the logits moved"))[::order]:
         if node.finding or order < 0:
@@ -112,33 +98,6 @@ async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(model: s
     assert found["c0-decode"][0] is NodeState.REFUSED
     assert found["c0-prefill"][0] is (NodeState.LOST if order > 0 else NodeState.REFUSED)
     assert all("the logits moved" in detail for _, detail in found.values())
-    await registry.close()
-
-
-async def test_a_colocated_node_alone_serves_like_a_pair(model: str) -> None:
-    """Its sides become warm by the same Connect, which its decode side answers for its own engine."""
-    async with cluster(model, prefills=0, decodes=0) as fake:
-        await add_colocated(fake)
-        (output,) = await generate(fake, PROMPT, LONG, seed=9)
-        assert right(output, PROMPT, LONG, 9)
-        (peer,) = fake.node("c0-decode").engine.connected
-        assert peer.engine_id == fake.node("c0-decode").info.engine_id
-
-
-async def test_a_stream_goes_on_across_kinds_of_nodes_bit_for_bit(model: str) -> None:
-    params = SamplingParams(max_tokens=300, logprobs=True)
-    async with cluster(model) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, params, seed=9))
-        await fake.until(lambda: fake.node("d1").drawn_tokens > 10)
-        await add_colocated(fake)
-        await fake.kill("d1")
-        await fake.until(lambda: fake.node("c0-decode").drawn_tokens > 20)
-        await fake.restart("d1")
-        await kill_colocated(fake)
-        (output,) = await run
-        assert right(output, PROMPT, params, 9)
-        assert (output.receipt.prefill_node.node_id, output.receipt.decode_node.node_id) == ("p1", "d1")
-        assert fake.node("c0-decode").drawn_tokens < 300
 
 
 @pytest.mark.parametrize("lent", ["prefill", "decode"])

@@ -147,15 +147,6 @@ class TestFaults:
                     assert victim.is_member or victim.info.ref not in used
             assert set(retries(fake)) == {fault.retries}
 
-    async def test_a_node_that_was_given_up_but_lives_comes_back(self, model: str) -> None:
-        async with cluster(model) as fake:
-            member = fake.router.registry._decodes["d1"]
-            running = started(fake, params=LONG)
-            await fake.until(lambda: drawn(fake))
-            fake.router.registry.lose(member, "a test gave it up")
-            check((await running)[0], PROMPT, LONG, 9)
-            await fake.until(lambda: fake.router.registry._decodes["d1"] is not member)
-
     async def test_a_bug_in_one_sample_does_not_reach_the_others(
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

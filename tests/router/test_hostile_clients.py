@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from typing import Any
 
 import pytest
 
-from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
+from corun.errors import CorunError, DeadlineError, OverloadedError
 from corun.params import SamplingParams
 from corun.rpc import codec
-from corun.testing.cluster import router_config
-from corun.testing.model import contract
-from corun.types import FreedomStatus, NodeInfo, NodeRef, NodeRole, NodeState
+from corun.types import NodeState
 from router.attempt import Attempt, NodeFaultError
 from router.nodes import admission
 from router.nodes.registry import Registry
 from tests.clusters import cluster, generate
 from tests.fuzz.http2 import Connection, call, hello, widen
+from tests.router.test_registry import info
 
 PROMPT = (5, 6, 7)
 GENERATE = b"/corun.v1.ClusterService/Generate"
@@ -48,7 +45,7 @@ async def test_short_deadlines_take_no_node_out(model: str, monkeypatch: pytest.
     faults: list[CorunError] = []
     monkeypatch.setattr(Registry, "note_fault", lambda _, member, error: faults.append(error))
 
-    async def early(attempt: Attempt[Any]) -> None:
+    async def early(attempt: Attempt) -> None:
         await asyncio.sleep(attempt.task.deadline - asyncio.get_running_loop().time() - 0.02)
         raise NodeFaultError(attempt.placement.decode, DeadlineError("Deadline Exceeded"))
 
@@ -60,49 +57,12 @@ async def test_short_deadlines_take_no_node_out(model: str, monkeypatch: pytest.
     assert faults == []
 
 
-def node(model: str, node_id: str) -> NodeInfo:
-    return NodeInfo(
-        ref=NodeRef(node_id=node_id, generation="0" * 16),
-        role=NodeRole.DECODE,
-        address="127.0.0.1:1",
-        contract_json=contract(NodeRole.DECODE, model).canonical_json(),
-        slots=8,
-        kv_blocks=10,
-        block_size=16,
-        max_model_len=100,
-        vocab_size=256,
-        model=model,
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"ref": NodeRef(node_id="d1\n2026 ERROR forged", generation="0" * 16)}, "node.ref.node_id"),
-        ({"ref": NodeRef(node_id="d" * 129, generation="0" * 16)}, "node.ref.node_id"),
-        ({"ref": NodeRef(node_id="d1", generation="\x1b[2J")}, "node.ref.generation"),
-        ({"address": "127.0.0.1:1\r\n"}, "node.address"),
-        ({"contract_json": "[" * 100_000}, "node.contract_json"),
-        ({"contract_json": "[" * 60_000}, "contract"),  # Too deep to read.
-        ({"finding": "x" * 100_000}, "node.finding"),
-        ({"freedoms": (FreedomStatus(name="rows", refused="x" * 100_000),)}, "node.freedoms"),
-        ({"certificate": "x" * 100_000}, "node.certificate"),
-    ],
-)
-async def test_a_node_that_says_too_much_is_refused(model: str, changes: dict[str, Any], field: str) -> None:
-    members = Registry(router_config(), "r")
-    with pytest.raises(InvalidArgumentError) as caught:
-        members.register(dataclasses.replace(node(model, "d1"), **changes))
-    assert caught.value.field == field
-    assert [status.detail for status in members.statuses()] == [str(caught.value)] * (field == "contract")
-
-
 async def test_nodes_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_NODES", 1)
     async with cluster(model, prefills=0, decodes=0) as fake:
         members = fake.router.registry
-        members.register(node(model, "d1"))
-        members.register(node(model, "d1"))
+        members.register(info(model, "d1"))
+        members.register(info(model, "d1"))
         with pytest.raises(OverloadedError, match="1 nodes are known here"):
-            members.register(node(model, "d2"))
+            members.register(info(model, "d2"))
         assert [status.state for status in members.statuses()] == [NodeState.JOINING]

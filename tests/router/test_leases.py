@@ -68,7 +68,7 @@ class TestTheLine:
         """The samples in the slots take twice the time in which each sample must have a token."""
         if not excused:
             monkeypatch.setattr(DecodeNode, "is_full", False)
-        async with cluster(model, slots=4, step_timeout_s=0.4, **PATIENT) as fake:
+        async with cluster(model, slots=4, step_timeout_s=0.4, max_attempts=20, **PATIENT) as fake:
             fake.nodes[1].engine.step_ms = 15
             for i, (output,) in enumerate(await asyncio.gather(*await self.fill(fake))):
                 assert right(output, (i, 1), LONG, i)
@@ -172,6 +172,15 @@ class TestTheSource:
             fake.node("d1").stop.set()
             check((await run)[0], PROMPT, LONG, 9)
             await fake.node("d1").end()
+
+    @pytest.mark.parametrize("name", ["p1", "d1"])
+    async def test_a_node_that_refuses_because_it_drains_costs_no_run_though_no_heartbeat_said_so(
+        self, model: str, name: str
+    ) -> None:
+        async with cluster(model, prefills=2, decodes=2, max_attempts=1, **PATIENT) as fake:
+            fake.node(name).service.draining = True
+            check((await generate(fake, PROMPT, PARAMS, seed=9))[0], PROMPT, PARAMS, 9)
+            assert retries(fake) == {"lost": 1}
 
     async def test_a_read_that_hangs_ends_the_attempt_though_no_slot_is_free(
         self, model: str, monkeypatch: pytest.MonkeyPatch

@@ -276,17 +276,6 @@ class TestDrain:
             assert output.receipt.decode_node == node.ref
             await node.end()
 
-    async def test_a_decode_node_hands_over_what_takes_too_long(self, model: str) -> None:
-        """By failover: the client sees one right stream."""
-        async with pool(model, "p1", "d1", "d2", drain_grace_s=0.1, step_ms=5) as fake:
-            run = start(fake)
-            node, other = await busy_and_other(fake)
-            node.stop.set()
-            (output,) = outputs = await run
-            assert right(outputs)
-            assert output.receipt.decode_node == other.ref
-            await node.end()
-
     async def test_a_prefill_node_finishes_what_it_computes_and_waits_until_its_kv_is_read(self, model: str) -> None:
         async with pool(model, "p1", "d1", drain_grace_s=30.0) as fake:
             p1, d1 = fake.nodes
@@ -302,19 +291,6 @@ class TestDrain:
             assert right(await run)
             await p1.end()
             assert len(p1.engine.prefilled) == 1
-
-    async def test_it_does_not_wait_for_ever(self, model: str) -> None:
-        async with pool(model, "p1", "p2", "d1", drain_grace_s=0.1) as fake:
-            p1, p2, d1 = fake.nodes
-            d1.engine.hanging = True
-            run = start(fake)
-            await fake.until(lambda: len(d1.engine._running) == 1)
-            holder = p1 if p1.engine.prefilled else p2
-            holder.stop.set()
-            await holder.end()
-            fake.kv.held.clear()  # It was that process's.
-            d1.engine.hanging = False
-            assert right(await run)
 
     async def test_a_node_that_was_told_to_end_is_gone(self, model: str, caplog: pytest.LogCaptureFixture) -> None:
         """It is not lost: somebody wanted it so. A decode node's stream ends, a prefill node falls silent."""

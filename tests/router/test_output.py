@@ -50,19 +50,6 @@ def drain(outbox: Outbox) -> Piece:
     return piece
 
 
-def test_tokens_merge_until_they_are_taken() -> None:
-    output, outbox = make()
-    assert not output.take(0, -0.5)
-    assert not output.take(1, -1.5)
-    piece = drain(outbox)
-    assert (piece.text, piece.token_ids, piece.logprobs, piece.seed) == ("a", [0, 1], [-0.5, -1.5], 7)
-    output.take(2, -2.5)
-    assert drain(outbox).token_ids == [2]
-    assert output.end(FinishReason.LENGTH) is FinishReason.LENGTH
-    assert drain(outbox).text == "c"
-    assert output.hexdigest() == output_digest([0, 1, 2], [-0.5, -1.5, -2.5])
-
-
 def test_a_repeated_run_delivers_only_what_is_new() -> None:
     output, outbox = make()
     for token in (3, 4):

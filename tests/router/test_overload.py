@@ -20,28 +20,24 @@ from corun.testing.engines import expected_digest
 from router.prompts import PromptEncoder
 from router.queue import SampleQueue
 from tests.clusters import FakeCluster, cluster, send
+from tests.router.asking import token_of, with_tokens
 
-TOKENS = {"alice": "a" * 16, "bob": "b" * 16, "capped": "c" * 16}
 PARAMS = SamplingParams(max_tokens=4, logprobs=True)
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    clients, members = tmp_path / "clients", tmp_path / "cluster"
-    limits = {"capped": " max_priority=normal"}
-    clients.write_text("".join(f"{name}: {token}{limits.get(name, '')}\n" for name, token in TOKENS.items()))
-    members.write_text("m" * 16)
-    return {"client_tokens_file": str(clients), "cluster_token_file": str(members)}
+    return with_tokens(tmp_path, "alice", "bob", "capped max_priority=normal")
 
 
 @contextlib.asynccontextmanager
 async def two(model: str, settings: dict[str, Any], name: str = "alice") -> AsyncIterator[tuple[Any, ...]]:
     """A small cluster with a client of this name, which the cluster's own calls use too, and bob."""
-    access = Access(token=TOKENS[name])
+    access = Access(token=token_of(name))
     async with (
         cluster(model, slots=2, client=access, max_queued_samples=3, **settings) as fake,
-        AsyncClient(fake.address, token=TOKENS[name], timeout_s=WAIT_S) as one,
-        AsyncClient(fake.address, token=TOKENS["bob"], timeout_s=WAIT_S) as bob,
+        AsyncClient(fake.address, token=token_of(name), timeout_s=WAIT_S) as one,
+        AsyncClient(fake.address, token=token_of("bob"), timeout_s=WAIT_S) as bob,
     ):
         yield fake, one, bob
 
@@ -77,20 +73,6 @@ async def test_a_small_client_gets_in_and_the_large_one_is_told(model: str, sett
             expected_digest([number + 1], PARAMS, number) for number in range(5)
         ]
         assert (await alice.get_cluster()).refused_requests == 1
-
-
-async def test_an_urgent_request_goes_before_a_batch_that_fills_the_queue(model: str, settings: dict[str, Any]) -> None:
-    async with two(model, settings) as (fake, alice, bob):
-        fake.nodes[1].engine.hanging = True
-        batch = asyncio.ensure_future(alice.generate_many([[n] for n in range(1, 6)], PARAMS, seeds=range(1, 6)))
-        await fake.until(lambda: _inside(fake) == 5)
-        urgent = asyncio.ensure_future(bob.generate([9], PARAMS, seed=9, priority="high"))
-        await fake.until(lambda: _inside(fake) == 6)
-        fake.nodes[1].engine.hanging = False
-        assert (await urgent).receipt.output_digest == expected_digest([9], PARAMS, 9)
-        assert not batch.done()
-        assert len(await batch) == 5
-        assert fake.router.queue.refused == 0
 
 
 async def test_a_token_limits_the_priority(model: str, settings: dict[str, Any]) -> None:

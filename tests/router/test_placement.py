@@ -255,6 +255,20 @@ def test_a_refusal_closes_the_node_until_something_changes_and_was_never_ours() 
     assert decode.free_slots == 0
 
 
+def test_where_others_hold_room_a_router_asks_once_after_each_report() -> None:
+    """The refusal tells the node that it waits, and then the others get no more than their part."""
+    decode, own = room(1), room(1)
+    for _ in range(2):
+        own.take(alone(16))
+    assert not own.may_ask(alone(16)), "nobody else holds any"
+    for _ in range(2):
+        decode.report(NodeLoad(leases=2, used_kv_blocks=2))
+        assert not decode.has_room(alone(16))
+        assert [decode.may_ask(alone(n)) for n in (16, 160, 161)] == [True, True, False]
+        decode.refuse(alone(16), decode.take(alone(16)))
+        assert not decode.may_ask(alone(16))
+
+
 def test_samples_of_a_prompt_count_its_blocks_once_while_one_of_them_lives() -> None:
     """A prompt of 48 tokens has two blocks before its last position, and each sample two of its own."""
     decode, sample = room(8), Need(num_prompt=48, max_tokens=16, kv_key="k")

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from corun.errors import InvalidArgumentError, OverloadedError
-from corun.params import SamplingParams
 from corun.testing.cluster import WAIT_S
 from router import prompts
 from router.prompts import Model, PromptEncoder
@@ -190,11 +189,3 @@ async def test_short_texts_need_no_thread(tokenizer: Gate) -> None:
     assert len(await encoder.encode("the", short, 0.0)) == 3
     with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 0 bytes: must have at least one token"):
         await encoder.encode("", short, 0.0)
-
-
-async def test_a_text_that_fits_runs(model: str) -> None:
-    async with cluster(model) as fake:
-        (output,) = await generate(fake, "x" * 500, SamplingParams(max_tokens=12))
-        assert output.receipt.num_prompt_tokens == 500
-        with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 513 tokens: must be at most 511 tokens"):
-            await generate(fake, "x" * 513, SamplingParams(max_tokens=1))

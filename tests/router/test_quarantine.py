@@ -73,23 +73,3 @@ async def test_what_ran_on_a_quarantined_node_runs_again_elsewhere(model: str) -
         assert fake.state("d3") is NodeState.READY
         status = await fake.status()
         assert status.mismatches == 9 - len(right) > 0
-
-
-async def test_a_request_that_takes_its_nodes_with_it_is_named(model: str) -> None:
-    async with cluster(model, decodes=3, max_attempts=2) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, SamplingParams(max_tokens=400), seed=8, request_id="toxic"))
-        lost = []
-        for _ in range(2):
-            await fake.until(lambda: any(node.leases for node in fake.nodes[1:] if node not in lost))
-            lost.append(next(node for node in fake.nodes[1:] if node.leases and node not in lost))
-            await fake.until(lambda: lost[-1].drawn_tokens > 3)
-            await lost[-1].kill()
-        with pytest.raises(UnavailableError) as caught:
-            await run
-        nodes = ", ".join(str(node.info.ref) for node in lost)
-        assert str(caught.value) == (
-            f"request 'toxic' may be poison: 2 runs of its sample 0 ended with a lost node ({nodes})"
-        )
-        assert caught.value.retry_after_s is None  # No client is to try it elsewhere.
-        (output,) = await generate(fake, PROMPT, PARAMS, seed=9)
-        assert output.token_ids == expected(PROMPT, PARAMS, 9)[0]

@@ -81,7 +81,7 @@ def later(seconds: float = 5.0) -> float:
 
 
 def head_need(queue: SampleQueue) -> Need | None:
-    head = queue._head()
+    head = queue.head
     return None if head is None else head.need
 
 
@@ -520,7 +520,7 @@ class Model:
         assert self.queue.in_line == len(in_line)
         assert all(entry.need.total > self.pool.most_tokens() for entry in waiting if entry not in in_line)
         assert not in_line or self.pool.free == 0, "a placement is left over"
-        head = self.queue._head()
+        head = self.queue.head
         assert (head is not None) == bool(in_line)
         if head is not None:
             assert head.need.total <= self.pool.largest, "it blocks those behind it"
@@ -553,6 +553,6 @@ def test_any_course_of_events_loses_nobody_and_keeps_the_order(course: list[Any]
         for placement in model.placements.values():
             placement.close()
         assert (model.queue.waiting, model.queue.waiting_tokens) == (0, 0)
-        assert model.queue._head() is None
+        assert model.queue.head is None
 
     asyncio.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from router.placement import PREFILLS_IN_FLIGHT
 from tests.clusters import cluster, generate
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
+ENDPOINT = NixlEndpoint(engine_id="e", host="h", port=1, tp_size=1)
 
 
 def info(model: str, node_id: str = "d1", role: NodeRole = D) -> NodeInfo:
@@ -41,7 +43,7 @@ def info(model: str, node_id: str = "d1", role: NodeRole = D) -> NodeInfo:
         block_size=16,
         max_model_len=100,
         vocab_size=256,
-        nixl=NixlEndpoint(engine_id="e", host="h", port=1, tp_size=1) if role is P else None,
+        nixl=ENDPOINT if role is P else None,
         model=model,
     )
 
@@ -123,29 +125,39 @@ def test_a_fingerprint_that_is_none_is_refused(value: str) -> None:
     assert caught.value.field == "expected_fingerprint"
 
 
-@pytest.mark.parametrize(
-    ("role", "field", "value"),
-    [
-        (D, "slots", 0),
-        (D, "vocab_size", 0),
-        (D, "address", ""),
-        (P, "nixl", None),
-        (D, "ref", NodeRef(node_id="", generation="1")),
-        (D, "contract_json", "{}"),
-        (D, "role", P),
-    ],
-)
-async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, field: str, value: object) -> None:
-    registry = Registry(RouterConfig(), "r")
-    with pytest.raises(InvalidArgumentError):
-        registry.register(replace(info(model, role=role), **{field: value}))
-    assert all(status.state is NodeState.REFUSED for status in registry.statuses())
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"slots": 0}, "node.slots"),
+    ({"vocab_size": 0}, "node.vocab_size"),
+    ({"address": ""}, "node.address"),
+    ({"role": P, "slots": 0}, "node.nixl"),
+    ({"role": P, "nixl": ENDPOINT}, "node.contract_json"),  # It is that of a decode node.
+    ({"contract_json": "{}"}, "contract"),
+    ({"contract_json": "[" * 60_000}, "contract"),  # Too deep to read.
+    ({"contract_json": "[" * 100_000}, "node.contract_json"),
+    ({"ref": NodeRef(node_id="", generation="1")}, "node.ref.node_id"),
+    ({"ref": NodeRef(node_id="d1\n2026 ERROR forged", generation="0" * 16)}, "node.ref.node_id"),
+    ({"ref": NodeRef(node_id="d" * 129, generation="0" * 16)}, "node.ref.node_id"),
+    ({"ref": NodeRef(node_id="d1", generation="\x1b[2J")}, "node.ref.generation"),
+    ({"address": "127.0.0.1:1\r\n"}, "node.address"),
+    ({"finding": "x" * 100_000}, "node.finding"),
+    ({"freedoms": (FreedomStatus(name="rows", refused="x" * 100_000),)}, "node.freedoms"),
+    ({"certificate": "x" * 100_000}, "node.certificate"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field"), UNUSABLE)
+async def test_a_description_that_lacks_something_or_says_too_much_is_refused(
+    registry: Registry, model: str, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        registry.register(replace(info(model), **changes))
+    assert caught.value.field.startswith(field)
+    assert all((s.state, s.detail) == (NodeState.REFUSED, str(caught.value)) for s in registry.statuses())
 
 
 async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = Registry(RouterConfig(), "r")
     with pytest.raises(UnavailableError, match="the logits moved"):
         registry.register(replace(info(model), finding="the logits moved"))
     (status,) = registry.statuses()
@@ -156,8 +168,9 @@ async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
     assert registry.statuses() == ()
 
 
-async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_else(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_else(
+    registry: Registry, model: str
+) -> None:
     node = replace(info(model, "p1", P), freedoms=(FreedomStatus(name="packed"),), certificate="a" * 64)
     registry.register(node)
     room = registry._prefills["p1"].room
@@ -168,7 +181,6 @@ async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_e
     registry.register(replace(after, contract_json="{}", address="127.0.0.1:2", kv_blocks=99))
     assert [status.node for status in registry.statuses()] == [after]
     assert not room.has_room(100), "prompts are not packed any more"
-    await registry.close()
 
 
 async def test_a_finding_in_service_is_in_the_status_and_in_the_receipts_of_what_still_runs(model: str) -> None:
@@ -193,8 +205,7 @@ async def test_a_finding_in_service_is_in_the_status_and_in_the_receipts_of_what
         assert after.digest != before.digest
 
 
-async def test_an_unknown_node_has_to_register(model: str) -> None:
-    registry = Registry(RouterConfig(), "r")
+async def test_an_unknown_node_has_to_register(registry: Registry, model: str) -> None:
     node = info(model)
     with pytest.raises(NotFoundError):
         registry.heartbeat(node.ref, NodeLoad(), draining=False)
@@ -207,4 +218,3 @@ async def test_an_unknown_node_has_to_register(model: str) -> None:
     registry.register(replace(node, ref=replace(node.ref, generation="1")))
     with pytest.raises(StaleGenerationError):
         registry.register(node)
-    await registry.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.seeds import derive_seed
-from corun.testing.engines import expected
 from corun.types import FinishReason, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from router.output import Outbox, Piece, SampleOutput
@@ -226,14 +224,3 @@ class TestOverTheWire:
                 with pytest.raises(InvalidArgumentError) as caught:
                     await send(fake, message)
                 assert caught.value.field == field
-
-    async def test_a_node_dies_while_a_request_is_resumed(self, model: str) -> None:
-        async with cluster(model, decodes=2) as fake:
-            params = SamplingParams(max_tokens=80, logprobs=True)
-            ids, logprobs, _ = expected(PROMPT, params, derive_seed(bytes(32), "r"))
-            begun = Output(token_ids=ids, logprobs=logprobs, seed=derive_seed(bytes(32), "r"))
-            run = asyncio.ensure_future(send(fake, request(params, received(begun, 50, ""))))
-            await fake.until(lambda: fake.nodes[1].drawn_tokens > 20)
-            await fake.nodes[1].kill()
-            (rest,) = await run
-            assert (rest.token_ids, rest.logprobs) == (ids[50:], logprobs[50:])

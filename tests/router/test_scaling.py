@@ -16,7 +16,6 @@ from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from corun.testing.cluster import WAIT_S
-from corun.testing.nodes import LocalNode
 from router.service import CLUSTER_SERVICE
 from tests.clusters import FakeCluster, cluster, generate
 from tests.node.scripted_router import Names
@@ -31,38 +30,17 @@ def quick_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routers_module, "LOOKUP_S", 0.01)
 
 
-class Bookings:
-    """Looks at every lease that a decode node grants, and at who held the others at that moment."""
-
-    def __init__(self, node: LocalNode) -> None:
-        self.most = 0
-        """Most leases at once."""
-        self.sharing = 0
-        """Most routers with leases at once."""
-        self._table = node.service._table
-        self._reserve = self._table.reserve
-        self._table.reserve = self.reserve
-
-    def reserve(self, router_id: str, *sizes: Any, **session: Any) -> Any:
-        held = list(self._table._leases.values())
-        lease = self._reserve(router_id, *sizes, **session)
-        self.most = max(self.most, len(held) + 1)
-        self.sharing = max(self.sharing, len({other.router_id for other in [*held, lease]}))
-        return lease
-
-
 @contextlib.asynccontextmanager
 async def routers(
-    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, lease_ttl_ms: int = 300, **config: Any
+    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, **config: Any
 ) -> AsyncIterator[tuple[FakeCluster, FakeCluster, Names]]:
     """Two routers, and a prefill and a decode node that look for them by a name, which leads to the first."""
     async with cluster(model, prefills=0, decodes=0, **config) as one, cluster(model, prefills=0, decodes=0) as two:
         names = Names(routers=[one.address])
         nodes = (
             await one.add_prefill(join=False),
-            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks, lease_ttl_ms=lease_ttl_ms),
+            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks),
         )
-        nodes[0].engine.kv_ttl_s = 0.3
         nodes[1].engine.step_ms = 3
         for node in nodes:
             node.agent = NodeAgent(node.info, ["routers:50051"], node.service.load, resolve=names)
@@ -99,20 +77,6 @@ async def test_a_router_that_joins_busy_nodes_serves_by_their_registration_alone
         await asyncio.gather(running, start(two, 1))
 
 
-async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: str) -> None:
-    async with routers(model) as (one, two, names):
-        bookings = Bookings(one.nodes[1])
-        names.at["routers"] = [one.address, two.address]
-        await two.ready("p1", "d1")
-        crowd = [start(one, seed) for seed in range(24)]
-        await one.until(lambda: one.nodes[1].leases == SLOTS)
-        await asyncio.gather(*(start(two, seed) for seed in range(40, 46)))
-        assert one.router.queue.waiting > 5
-        await asyncio.gather(*crowd)
-        assert (bookings.most, bookings.sharing) == (SLOTS, 2)
-        assert one.nodes[1].engine.most_running == SLOTS
-
-
 async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(
     model: str,
 ) -> None:
@@ -144,27 +108,3 @@ async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(mod
         await asyncio.gather(*runs)
         assert [one.detail("p1"), one.detail("d1")] == ["", ""]
         await two.ready("p1", "d1")
-
-
-async def test_a_router_that_vanished_leaves_nothing_behind(model: str) -> None:
-    """Its leases and the KV that was computed for it end with their time to live; the other one gets all slots."""
-    async with routers(model, lease_ttl_ms=1000) as (one, two, names):
-        names.at["routers"] = [one.address, two.address]
-        await two.ready("p1", "d1")
-        prefill, decode = one.nodes
-        runs = [start(one, seed) for seed in range(2 * SLOTS)]
-        await one.until(lambda: decode.leases == SLOTS)
-        decode.engine.hanging = True  # Nothing ends by itself.
-        await one.kill_router()
-        assert decode.leases == SLOTS
-        await one.until(lambda: decode.leases == 0)
-        assert decode.service.metrics.expired_leases.value == SLOTS
-        decode.engine.hanging = False
-        await asyncio.gather(*runs, return_exceptions=True)
-        names.at["routers"] = [two.address]
-        later = [start(two, seed) for seed in range(2 * SLOTS)]
-        await asyncio.gather(*later)
-        assert decode.engine.most_running == SLOTS
-        await one.until(lambda: not decode.leases and not one.kv.held)
-        for node in (prefill, decode):
-            await one.until(lambda node=node: set(node.agent._heard) == {two.address})  # type: ignore[misc]

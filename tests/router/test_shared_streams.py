@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corun import AsyncClient, DeadlineError, InvalidArgumentError, OverloadedError, SamplingParams
+from corun import AsyncClient, DeadlineError, InvalidArgumentError, OverloadedError, SamplingParams, UnavailableError
 from corun.client import outputs
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
@@ -17,6 +17,7 @@ from router import service
 from router.delivery import OutputStream
 from tests.clusters import FakeCluster, cluster
 from tests.fuzz.http2 import Connection, call, hello, widen
+from tests.router.asking import token_of, with_tokens
 
 PARAMS = SamplingParams(max_tokens=40, logprobs=True)
 LONG = SamplingParams(max_tokens=300)
@@ -126,13 +127,9 @@ async def test_a_request_that_ends_early_ends_alone(model: str, way: str, monkey
 
 
 async def test_a_stream_is_no_request_of_its_token(model: str, tmp_path: Path) -> None:
-    tokens, members = tmp_path / "clients", tmp_path / "cluster"
-    members.write_text("m" * 16)
-    tokens.write_text(f"one: {'a' * 16} max_requests=1\n")
-    settings = {"client_tokens_file": str(tokens), "cluster_token_file": str(members)}
     async with (
-        cluster(model, **settings) as fake,
-        AsyncClient(fake.address, token="a" * 16, timeout_s=WAIT_S) as client,
+        cluster(model, **with_tokens(tmp_path, "one max_requests=1")) as fake,
+        AsyncClient(fake.address, token=token_of("one"), timeout_s=WAIT_S) as client,
     ):
         assert list((await client.generate((1,), PARAMS, seed=1)).token_ids) == expected((1,), PARAMS, 1)[0]
         fake.nodes[1].engine.step_ms = 10.0
@@ -162,7 +159,21 @@ async def test_a_stream_that_the_router_ended_is_opened_again(model: str) -> Non
             assert list(done.token_ids) == expected((turn,), PARAMS, turn)[0]
             (stream,) = open_streams(fake)
             if turn == 0:
-                stream._end()
+                stream.end()
                 await fake.until(lambda: not fake.router.streams._open)
             else:  # The router does not know the stream any more, and the client cannot see that.
                 stream.owner = "nobody"
+
+
+async def test_a_router_that_drains_ends_its_streams_and_opens_no_others(model: str) -> None:
+    """Before its server stops: gRPC complains of calls that are still open then. What runs is delivered first."""
+    async with cluster(model) as fake, AsyncClient(fake.address, timeout_s=WAIT_S) as client:
+        fake.nodes[1].engine.step_ms = 5.0
+        run = asyncio.ensure_future(client.generate((1,), PARAMS, seed=1))
+        await fake.until(lambda: fake.nodes[1].leases == 1)
+        await fake.router.drain()
+        assert list((await run).token_ids) == expected((1,), PARAMS, 1)[0]
+        assert open_streams(fake) == []
+        with pytest.raises(UnavailableError, match="the router is shutting down"):
+            await client.generate((2,), PARAMS, timeout_s=0.5)
+        assert open_streams(fake) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from corun.config.fields import RouterConfig
 from corun.errors import InvalidArgumentError
 from corun.types import NodeInfo, NodeLoad, NodeRole, NodeState
-from router import placement, targets
+from router import targets
 from router.nodes.registry import Registry
-from router.placement import DecodeRoom, Need, Rate, choose_flexing, choose_pair, first_token_wait_s, lacks_decode
-from router.targets import DWELL_S, Targets
+from router.placement import DecodeRoom, choose_pair
+from router.targets import DWELL_S, Rate, Targets, choose_flexing, first_token_wait_s, lacks_decode
 from tests.clusters import cluster, generate
 from tests.router.asking import PARAMS, PROMPT, right
 from tests.router.test_colocated import add_colocated
@@ -103,8 +104,8 @@ class Line:
         self.waiting_tokens = waiting_tokens
 
     @property
-    def head(self) -> Need | None:
-        return NEED if self.waiting_tokens else None
+    def head(self) -> Any:
+        return SimpleNamespace(need=NEED) if self.waiting_tokens else None
 
 
 class Watched:
@@ -202,7 +203,7 @@ def test_targets_are_not_negative() -> None:
 async def test_a_router_flexes_while_its_queue_waits_for_prefill_and_no_longer(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "RATE_S", 0.05)
+    monkeypatch.setattr(targets, "RATE_S", 0.05)
     monkeypatch.setattr(targets, "DWELL_S", 0.05)
     async with cluster(model, prefills=0, decodes=0, ttft_target_ms=10) as fake:
         for name in ("c0", "c1"):

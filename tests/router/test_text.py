@@ -109,14 +109,6 @@ def test_window_pieces_are_the_decoded_whole(ids: list[int]) -> None:
     assert "".join(pieces(SENTENCEPIECE, ids)) == SENTENCEPIECE.decode(ids)
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_characters="éï"), max_size=20))  # Those spell added tokens above.
-def test_text_survives_whole_characters_only(text: str) -> None:
-    ids = list(BYTE_LEVEL.encode(text))
-    found = pieces(BYTE_LEVEL, ids)
-    assert "".join(found) == BYTE_LEVEL.decode(ids)
-    assert all("�" not in piece for piece in found) or "�" in text
-
-
 def test_half_a_character_is_held_back() -> None:
     assert isinstance(BYTE_LEVEL.detokenizer(), ByteLevelDetokenizer)
     assert isinstance(SENTENCEPIECE.detokenizer(), WindowDetokenizer)

@@ -29,9 +29,8 @@ from router.audit import verifier
 from router.audit.idle import Fillers, IdleRuns
 from router.queue import SampleQueue
 from tests.clusters import FakeCluster, cluster, generate
+from tests.router.asking import PARAMS, PROMPT, token_of, tokenizer_of, with_tokens
 
-PARAMS = SamplingParams(max_tokens=12, logprobs=True)
-PROMPT = (5, 6, 7)
 LONG = 400
 """Tokens, on a node of a token a ms: so many that nothing of it ends while a test looks."""
 
@@ -79,8 +78,7 @@ async def test_a_result_says_what_came_out(model: str) -> None:
         (result,) = await verify(fake, [case(3, digest="0" * 64)], (Condition.ALONE,))
         assert (result.match, result.expected_digest) == (False, "0" * 64)
         ids, _, reason = expected((3, 3), case(3).sampling_params, 3)
-        tokenizer = fake.router.registry.model.tokenizer  # type: ignore[union-attr]
-        assert result.text_digest == text_digest(tokenizer.decode(ids))
+        assert result.text_digest == text_digest(tokenizer_of(fake).decode(ids))
         assert (result.receipt.tokens_digest, result.receipt.finish_reason) == (tokens_digest(ids), reason)
 
 
@@ -139,9 +137,8 @@ async def test_bad_cases_and_conditions_are_refused_before_anything_runs(model: 
 
 async def test_text_that_gives_other_tokens_is_a_result(model: str) -> None:
     async with cluster(model) as fake:
-        tokenizer = fake.router.registry.model.tokenizer  # type: ignore[union-attr]
         params = SamplingParams(max_tokens=2)
-        ids = tokenizer.encode("once")
+        ids = tokenizer_of(fake).encode("once")
         cases = [VerifyCase(prompt_token_ids=ids, sampling_params=params, seed=1, text=t) for t in ("once", "upon")]
         found = {(result.case_index, result.match, result.error) for result in await verify(fake, cases)}
         assert found == {(0, True, ""), (1, False, "its prompt's text gives other token ids than its own")}
@@ -165,20 +162,14 @@ async def test_a_case_that_ended_for_another_reason_is_another(model: str, monke
 # The limits of the caller
 
 
-TOKENS = {"small": "s" * 16, "other": "o" * 16}
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    clients, members = tmp_path / "clients", tmp_path / "cluster"
-    clients.write_text(f"small: {TOKENS['small']} max_requests=2 max_priority=low\nother: {TOKENS['other']}\n")
-    members.write_text("m" * 16)
-    access = Access(token=TOKENS["other"])
-    return {"client_tokens_file": str(clients), "cluster_token_file": str(members), "client": access}
+    tokens = with_tokens(tmp_path, "small max_requests=2 max_priority=low", "other")
+    return {**tokens, "client": Access(token=token_of("other"))}
 
 
 def of(fake: FakeCluster, name: str) -> AsyncClient:
-    return AsyncClient(fake.address, token=TOKENS[name], timeout_s=WAIT_S)
+    return AsyncClient(fake.address, token=token_of(name), timeout_s=WAIT_S)
 
 
 async def results_of(client: AsyncClient, cases: list[VerifyCase], *conditions: Condition) -> list[VerifyResult]:

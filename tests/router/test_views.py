@@ -16,20 +16,15 @@ from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
 from corun.types import ClusterStatus, NodeState
 from tests.clusters import FakeCluster, cluster, generate
+from tests.router.asking import MEMBER, PROMPT, token_of, with_tokens
 
-OPERATOR, ALICE, MEMBER = "operator-" * 3, "alice-" * 4, "member-" * 4
+OPERATOR, ALICE = token_of("ops"), token_of("alice")
 ENVIRONMENT = ("NCCL_IB_HCA=mlx5_7", "VLLM_SECRET=hunter2")
-PROMPT = (5, 6, 7)
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "cluster.token").write_text(MEMBER + "\n")
-    (tmp_path / "clients.tokens").write_text(f"ops: {OPERATOR} operator\nalice: {ALICE}\n")
-    return {
-        "cluster_token_file": str(tmp_path / "cluster.token"),
-        "client_tokens_file": str(tmp_path / "clients.tokens"),
-    }
+    return with_tokens(tmp_path, "ops operator", "alice")
 
 
 async def seen_by(fake: FakeCluster, token: str) -> ClusterStatus:
