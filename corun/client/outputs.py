@@ -56,7 +56,8 @@ class Outputs(Generic[T]):
         named.stream_id, named.call_number = stream.stream_id.result(), next(self._numbers)
         inbox = stream.inboxes[named.call_number] = _Inbox[T]()
         call = self._track(self._stub.Generate(named, timeout=deadline.remaining_s, metadata=metadata))
-        call.add_done_callback(inbox.wake)
+        ending = asyncio.ensure_future(call.code())
+        ending.add_done_callback(inbox.wake)
         try:
             while inbox.items or not inbox.has_ended:
                 inbox.arrived.clear()
@@ -68,8 +69,9 @@ class Outputs(Generic[T]):
                     await _until(inbox.arrived, deadline)
                 else:  # The call has a deadline. If the stream ends, the router ends the call, with what is to be done.
                     await inbox.arrived.wait()
-            await call.code()  # The router ends the call when it has sent the last response.
+            await ending  # The router ends the call when it has sent the last response.
         finally:
+            ending.cancel()
             call.cancel()
             del stream.inboxes[named.call_number]
 
@@ -136,7 +138,11 @@ class _Stream(Generic[T]):
                         inbox.has_ended = True
                         inbox.arrived.set()
         except (grpc.RpcError, CorunError) as error:
-            self.error = error
+            self.error = error.with_traceback(None)
+        except asyncio.CancelledError:
+            # The client was closed. This task ends here in any case. An error that it kept, with its traceback, would
+            # keep this stream and its connection until Python's garbage collector runs.
+            pass
         finally:
             self._call.cancel()
             if not self.stream_id.done():

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import grpc
 
@@ -85,7 +86,7 @@ class Routers:
         self._current = 0
         self._is_reached = False
         """Whether the current router has answered, and no call has found it gone since."""
-        self._in_progress: set[Any] = set()
+        self._in_progress: WeakSet[Any] = WeakSet()
         # gRPC does not distinguish a refused TLS handshake from a silent peer.
         over_tls = "over TLS: the certificates may not be those that the other side trusts"
         self._doubt = over_tls if access.tls else "without TLS"
@@ -100,9 +101,12 @@ class Routers:
             await router.channel.close()
 
     def track(self, call: Tracked) -> Tracked:
-        """Keep a call or a future until it ends, so that `close` can end it."""
+        """Let `close` end a call or a future, which its caller keeps as long as it is in progress.
+
+        A call of grpc.aio that has a done callback refers to itself. It would keep its connection after `close`, until
+        Python's garbage collector runs.
+        """
         self._in_progress.add(call)
-        call.add_done_callback(self._in_progress.discard)
         return call
 
     async def pause(self, seconds: float) -> None:

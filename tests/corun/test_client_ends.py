@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from corun import AsyncClient, CancelledByPeerError, Client, OverloadedError, Sa
 from corun.client.client import _LOOP_THREAD
 from corun.client.loop_thread import LoopThread
 from tests.corun.fake_router import WAIT_S, FakeRouter
-from tests.machine import free_port
+from tests.machine import free_port, wait_for
 
 PROMPT = "Once upon a time"
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
@@ -44,6 +46,30 @@ def test_closing_ends_the_calls_of_other_threads(client: Client, fake: FakeRoute
     assert fake.cancelled.wait(WAIT_S)
     with pytest.raises(CancelledByPeerError, match="closed"):
         client.generate("a")
+
+
+def test_a_closed_client_leaves_no_connection_to_the_garbage_collector(fake: FakeRouter) -> None:
+    async def use() -> int:
+        async with AsyncClient(fake.address) as client:
+            await client.get_cluster()
+            await client.generate(PROMPT, PARAMS, seed=1)
+            return connections(fake.address)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(use()) == 1
+        wait_for(lambda: not connections(fake.address), "the connection is closed", WAIT_S)
+    finally:
+        gc.enable()
+
+
+def connections(address: str) -> int:
+    """Return the number of established TCP connections to an address of this host, by /proc/net/tcp."""
+    host, _, port = address.partition(":")
+    words = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    remote = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{int(port):04X}"
+    return sum(word[2] == remote and word[3] == "01" for word in words)
 
 
 def test_closing_ends_a_call_that_waits_for_its_next_try(client: Client, fake: FakeRouter) -> None:
