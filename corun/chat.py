@@ -29,6 +29,8 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 TOKENS_FILE = "special_tokens_map.json"
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """The most bytes of each file that is read. Configurations that list every added token have a few MiB."""
+MAX_TEMPLATE = 1024 * 1024
+"""The most characters of a template."""
 MAX_RENDERED = 64 * 1024 * 1024
 """The most characters of a rendered chat, and of a text or list that a template makes by repetition."""
 MAX_RENDER_S = 2.0
@@ -38,7 +40,8 @@ STEPS = 64
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 """The fields that a message may have."""
-_OWN = ("messages", "tools", "add_generation_prompt")
+OWN = ("self", "messages", "tools", "add_generation_prompt")
+"""The names that a template's own variables cannot have, since `render` has them."""
 
 Message = Mapping[str, Any]
 
@@ -128,8 +131,8 @@ class _Compiled:
         if has_tools and "tools" not in self._variables:
             raise InvalidArgumentError("tools", Shown("tools"), "must be null: the model's chat template has none")
         for name, value in kwargs.items():
-            if name in _OWN or name not in self._variables:
-                limit = "is a field of its own" if name in _OWN else "is not a variable of the model's chat template"
+            if name not in self._variables:
+                limit = "is not a variable of the model's chat template"
                 raise InvalidArgumentError(f"chat_template_kwargs.{name}", value, limit)
 
 
@@ -344,6 +347,9 @@ def read_template(path: str | Path) -> TemplateSource:
     folder = Path(path)
     config = _read_json(folder / CONFIG_FILE)
     sources = _sources(folder, config)
+    for name, text in sources.items():
+        if len(text) > MAX_TEMPLATE:
+            raise UnavailableError(f"the chat template {name} has more than {MAX_TEMPLATE} characters")
     tokens = _tokens({**_read_json(folder / TOKENS_FILE), **config})
     return TemplateSource(
         source=sources.get("default", ""),

@@ -60,6 +60,9 @@ class GatewayConfig(Settings):
     """Name of the model that clients see and ask for; empty: its id on the hub, or the name of its directory."""
     max_requests: int = field(default=4096, metadata=integer(1, 2**20))
     """Prompts in progress at once; more are refused with a retry delay."""
+    chat_max_tokens: int = field(default=4096, metadata=integer(1, 2**31 - 2))
+    """Output tokens of a chat that names no limit, if the model's length leaves so many. Room for all of them is
+    reserved."""
     max_prompts: int = field(default=128, metadata=integer(1, 2**16))
     """Prompts of one request."""
     max_tokens_kept: int = field(default=256, metadata=integer(1, 2**16))
