@@ -9,34 +9,22 @@ from corun.client.routers import check_timeout, read_addresses
 from corun.config.fields import (
     CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
-    NOT_EMPTY,
-    PORT,
-    Settings,
+    HttpConfig,
     TlsConfig,
     checked,
     integer,
-    is_loopback,
 )
-from corun.errors import InvalidArgumentError
 from corun.rpc.auth import read_token
 
 _TIMEOUT = checked(check_timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig(Settings):
+class GatewayConfig(HttpConfig):
     """A gateway: where it listens, which cluster it calls, and how much it takes."""
 
-    host: str = field(default="127.0.0.1", metadata=NOT_EMPTY)
-    """Address to listen on."""
-    port: int = field(default=8000, metadata=PORT)
-    """Port to listen on; 0 picks a free one."""
     reuse_port: bool = False
     """Share the port with other gateways on this machine: each process takes some of the connections."""
-    https_cert: str = ""
-    """PEM file of the certificate to show to HTTP clients; turns TLS on for them."""
-    https_key: str = ""
-    """PEM file of its private key."""
     insecure: bool = False
     """Serve on a public address without TLS."""
     router: str = DEFAULT_ADDRESS
@@ -78,9 +66,7 @@ class GatewayConfig(Settings):
 
     def check_together(self) -> None:
         _ = self.addresses  # Raises now if they are none.
-        if not (is_loopback(self.host) or self.https_cert or self.insecure):
-            limit = "is a public address, so it needs --https-cert, --https-key as well; or say --insecure"
-            raise InvalidArgumentError("host", self.host, limit)
+        self.check_public(self.insecure)
 
     def check_files(self) -> None:
         """Raise InvalidArgumentError unless every file that this config names can be used."""
@@ -90,14 +76,6 @@ class GatewayConfig(Settings):
     def addresses(self) -> tuple[str, ...]:
         """The host:port of each router."""
         return read_addresses(self.router)
-
-    @property
-    def https(self) -> TlsConfig | None:
-        """The certificate and key for HTTP clients; None: no TLS."""
-        if bool(self.https_cert) != bool(self.https_key):
-            missing = "https_key" if self.https_cert else "https_cert"
-            raise InvalidArgumentError(missing, "", "must be given: both, or neither")
-        return TlsConfig(cert=self.https_cert, key=self.https_key) if self.https_cert else None
 
     @property
     def tls(self) -> TlsConfig | None:
