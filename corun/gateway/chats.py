@@ -94,6 +94,8 @@ class ChatRequest:
     chat: Chat
     asked: CompletionRequest
     """The request without its prompt."""
+    has_limit: bool
+    """Whether the request limits the output tokens."""
 
     def with_prompt(self, prompt: Sequence[int], max_model_len: int, chat_max_tokens: int) -> CompletionRequest:
         """Return the request for the prompt that the chat has become.
@@ -101,7 +103,7 @@ class ChatRequest:
         chat_max_tokens: the output tokens of a chat that names no limit, if the model's length leaves so many.
         """
         params = self.asked.params
-        if params.max_tokens == _NO_LIMIT:
+        if not self.has_limit:
             params = replace(params, max_tokens=min(chat_max_tokens, max_model_len - len(prompt)))
         return replace(self.asked, prompts=(prompt,), params=params)
 
@@ -112,10 +114,15 @@ def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequ
     check_known(fields, (*COMMON, *_OF_CHATS), _FIXED_OF_CHATS)
     _check_tool_choice(fields)
     name, max_tokens = _max_tokens(fields)
+    limit = _NO_LIMIT if max_tokens is None else max_tokens
     with naming(SAMPLING + "max_tokens", name):
-        params = read_params(fields, logprobs=_logprobs(fields), max_tokens=max_tokens)
+        params = read_params(fields, logprobs=_logprobs(fields), max_tokens=limit)
     names = {"prompt": "messages", "max_tokens": name}
-    return ChatRequest(chat=_chat(fields), asked=replace(read_common(fields, params, request_id), names=names))
+    return ChatRequest(
+        chat=_chat(fields),
+        asked=replace(read_common(fields, params, request_id), names=names),
+        has_limit=max_tokens is not None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +189,10 @@ def _check_tool_choice(fields: Mapping[str, Any]) -> None:
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the limit on output tokens, with the name that it has in the request."""
+    """Return the limit on output tokens, None if there is none, with the name that it has in the request."""
     new, old = fields.get("max_completion_tokens"), fields.get("max_tokens")
     if new is None:
-        return "max_tokens", _NO_LIMIT if old is None else old
+        return "max_tokens", old
     if old not in (None, new):
         raise InvalidArgumentError("max_tokens", old, f"must be null, or max_completion_tokens, {new!r}")
     return "max_completion_tokens", new

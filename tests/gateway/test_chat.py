@@ -225,7 +225,7 @@ REFUSED: dict[str, list[Any]] = {
     "top_logprobs": [1, -1, True, "1"],
     "logprobs": [1, "yes"],
     "max_completion_tokens": [0, "many", 600],
-    "max_tokens": [0, 600, 10**30],
+    "max_tokens": [0, 600, 2**31 - 1, 10**30],
     "min_tokens": [600],
     "chat_template_kwargs": [1, {"no_such_variable": 1}, {"messages": []}, {"self": 1}],
     "add_generation_prompt": [1],
