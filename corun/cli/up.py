@@ -17,6 +17,7 @@ from rich.table import Table
 from corun.config.cluster_file import (
     COLOCATED,
     CONFIGS,
+    GATEWAY,
     NODES,
     ROLES,
     SIDES,
@@ -55,6 +56,7 @@ class Up:
       corun up                                              the built-in tiny model on this machine
       corun up --model Qwen/Qwen3-8B --prefill 2 --decode 2
       corun up --model Qwen/Qwen3-8B --colocated 1          prefill and decode in one engine, for one GPU
+      corun up --http 8000                                  with OpenAI's HTTP API on port 8000
       corun up --ray-address auto --model /models/qwen3     on a Ray cluster
       corun up cluster.toml                                 pools, models, ports and security as the file says
       corun up --check cluster.toml                         the same, but only says what would run
@@ -83,6 +85,9 @@ class Up:
         Literal["auto", "bfloat16", "float16", "float32"] | None,
         _setting("decode", "dtype", "{auto,bfloat16,float16,float32}"),
     ] = None
+    http: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
+    """Port of a gateway, which serves OpenAI's HTTP API to this machine; 0 picks a free one; without it there is none.
+    A cluster.toml says more: [pools.NAME.gateway]."""
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Running Ray cluster to place the processes on; by default one is started here and ends with the command."""
     log_dir: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
@@ -119,7 +124,7 @@ class Up:
 
     def spec(self) -> ClusterSpec:
         """Return the spec of the cluster. Raises InvalidArgumentError for an invalid file, or flags beside a file."""
-        names = dict.fromkeys([*NODES, *(name for part in SETTINGS.values() for name in part)])
+        names = dict.fromkeys(["http", *NODES, *(name for part in SETTINGS.values() for name in part)])
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         security = {known.name: value for known in fields(Security) if (value := getattr(self.security, known.name))}
         if self.file is not None:
@@ -136,6 +141,7 @@ class Up:
             common={"model": TINY, **tables.pop("common")},
             **tables,
             replicas={role: given[role] for role in NODES if role in given},
+            gateway={"port": given["http"]} if "http" in given else None,
             security=Security(**security),
         )
         return ClusterSpec(pools=(pool,))
@@ -162,6 +168,8 @@ def _rows(spec: ClusterSpec) -> Iterator[Sequence[str]]:
             if role != "router":
                 model, size, sharing = pool.model, str(config.tensor_parallel_size), str(pool.nodes_per_gpu or "")
             yield pool.name, role, str(count), model, slots, size, sharing, _ports(pool, role, count)
+        if http := pool.http():
+            yield pool.name, GATEWAY, "1", "", "", "", "", str(http.port or "any")
 
 
 def _ports(pool: PoolSpec, role: str, count: int) -> str:

@@ -12,6 +12,8 @@
     slots = 256
     [pools.main.colocated]   # ColocatedConfig: nodes that do both in one engine
     replicas = 0
+    [pools.main.gateway]     # HttpConfig: OpenAI's HTTP API on the machine of `corun up`; none without this table
+    port = 8000
 
 Keys are the fields of the config classes, which own every limit. There are two more keys: `replicas` is the number of
 processes of a role, and `nodes_per_gpu`, in a pool's table, is the number of its nodes that share a GPU. Without
@@ -44,6 +46,7 @@ from typing import Any
 from corun.config.fields import (
     ColocatedConfig,
     DecodeConfig,
+    HttpConfig,
     LinkConfig,
     NodeConfig,
     PrefillConfig,
@@ -59,7 +62,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-COLOCATED = "colocated"
+COLOCATED, GATEWAY = "colocated", "gateway"
 CONFIGS: dict[str, type[RouterConfig] | type[NodeConfig]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
@@ -119,6 +122,8 @@ class PoolSpec:
     colocated: Mapping[str, Any] = field(default_factory=dict)
     replicas: Mapping[str, int] = field(default_factory=dict)
     """The number of processes by role; `count` knows what is not in it."""
+    gateway: Mapping[str, Any] | None = None
+    """The settings of the gateway beside the pool; None: there is none."""
     nodes_per_gpu: int | None = None
     """The number of nodes that share a GPU; None: the program that starts them decides."""
     security: Security = field(default_factory=Security)
@@ -149,17 +154,27 @@ class PoolSpec:
 
         Raises InvalidArgumentError, which names where a value was given, if the value is outside its limit.
         """
-        with self._saying_where(role):
+        with self.saying_where(role):
             return CONFIGS[role](**{**self.settings(role), **own})
+
+    def http(self) -> HttpConfig | None:
+        """Return the configuration of the pool's gateway; None: there is none. Raises the errors of `config`."""
+        if self.gateway is None:
+            return None
+        with self.saying_where(GATEWAY):
+            config = HttpConfig(**self.gateway)
+            config.check_public(self.security.insecure)
+            return config
 
     def check_files(self, role: str) -> None:
         """Raise InvalidArgumentError, which names where a file was given, unless a role's files can be used."""
         config = self.config(role)
-        with self._saying_where(role):
+        with self.saying_where(role):
             config.check_files()
 
     @contextmanager
-    def _saying_where(self, role: str) -> Iterator[None]:
+    def saying_where(self, role: str) -> Iterator[None]:
+        """Name where a value was given in errors about the settings of a role."""
         try:
             yield
         except InvalidArgumentError as error:
@@ -179,7 +194,7 @@ class PoolSpec:
     def where(self, role: str, name: str) -> str:
         """Return the place of a setting as text, for errors: file, table and key, or the name alone."""
         if not self.source:
-            return role if name == "replicas" else name
+            return "http" if role == GATEWAY else role if name == "replicas" else name
         table = f"pools.{self.name}.{role}"
         if name in _keys()["security"]:
             table = "security"
@@ -204,6 +219,7 @@ class PoolSpec:
                 limit = f"[security] needs {', '.join(missing)} as well; or insecure = true there"
             raise InvalidArgumentError(self.where("router", "host"), host, f"is a public address, so {limit}")
         self.check_counts()
+        self.http()
         for role in ROLES:
             self.config(role, **self.ports(role, max(0, self.count(role) - 1)))
         if self.nodes_per_gpu is not None and self.tensor_parallel_size > 1:
@@ -272,12 +288,21 @@ class ClusterSpec:
                     if port in taken:
                         raise InvalidArgumentError(where, first[name], f"must leave {port} to {taken[port]}, or be 0")
                     taken[port] = where
+            if (http := pool.http()) and http.port:
+                where = pool.where(GATEWAY, "port")
+                if http.port in taken:
+                    limit = f"must leave {http.port} to {taken[http.port]}, or be 0"
+                    raise InvalidArgumentError(where, http.port, limit)
+                taken[http.port] = where
 
     def check_files(self) -> None:
         """Raise InvalidArgumentError unless the files of all processes can be used on this machine."""
         for pool in self.pools:
             for role in ROLES:
                 pool.check_files(role)
+            if http := pool.http():
+                with pool.saying_where(GATEWAY):
+                    _ = http.https
 
 
 def read(path: str | Path) -> ClusterSpec:
@@ -326,7 +351,8 @@ class _Reader:
             raise InvalidArgumentError(f"{self._path}: [pools]", name, limit)
         path, table = f"pools.{name}", self._table(name, pools, "pools.")
         roles = {role: self._table(role, table, f"{path}.") for role in ROLES}
-        own = {key: value for key, value in table.items() if key not in ROLES}
+        own = {key: value for key, value in table.items() if key not in (*ROLES, GATEWAY)}
+        gateway = self._table(GATEWAY, table, f"{path}.")
         common = self._values(path, own, "pool", name)
         if "model" not in common:
             raise InvalidArgumentError(f"{self._path}: [{path}] model", "", "must be given")
@@ -337,6 +363,7 @@ class _Reader:
             name=name,
             common=common,
             **given,
+            gateway=self._values(f"{path}.{GATEWAY}", gateway, GATEWAY, name) if GATEWAY in table else None,
             replicas=replicas,
             nodes_per_gpu=nodes_per_gpu,
             security=security,
@@ -378,14 +405,15 @@ def _place(key: str) -> str:
     scopes = {each.metadata.get("scope") for cls in CONFIGS.values() for each in fields(cls) if each.name == key}
     if Scope.LAUNCHER in scopes and not any(key in table for table in _keys().values()):
         return Scope.LAUNCHER.value
-    places = {"security": "security", "pool": "pools.NAME", **{role: f"pools.NAME.{role}" for role in ROLES}}
+    roles = {role: f"pools.NAME.{role}" for role in (*ROLES, GATEWAY)}
+    places = {"security": "security", "pool": "pools.NAME", **roles}
     return next((f"belongs in [{place}]" for home, place in places.items() if key in _keys()[home]), "")
 
 
 @functools.cache
 def _keys() -> dict[str, dict[str, Any]]:
     """Return the keys of each kind of table with their types: security, pool, and the roles."""
-    found = {"security": typing.get_type_hints(Security)}
+    found = {"security": typing.get_type_hints(Security), GATEWAY: typing.get_type_hints(HttpConfig)}
     tables: dict[str, type[Any]] = {"pool": NodeConfig, **CONFIGS}
     for kind, config in tables.items():
         scopes = (Scope.POOL, None) if kind == "pool" else (None,)
@@ -415,7 +443,8 @@ def absolute(key: str, value: Any, base: Path) -> Any:
 @functools.cache
 def path_settings() -> frozenset[str]:
     """Return the settings that are always paths. `model` may be a path, too."""
-    return frozenset(each.name for config in CONFIGS.values() for each in fields(config) if each.metadata.get("path"))
+    configs = (*CONFIGS.values(), HttpConfig)
+    return frozenset(each.name for config in configs for each in fields(config) if each.metadata.get("path"))
 
 
 def toml(pool: PoolSpec) -> str:
@@ -426,6 +455,8 @@ def toml(pool: PoolSpec) -> str:
     tables[f"pools.{pool.name}"] = {**pool.common, **own}
     for role in ROLES:
         tables[f"pools.{pool.name}.{role}"] = {**getattr(pool, role), "replicas": pool.count(role)}
+    if pool.gateway is not None:
+        tables[f"pools.{pool.name}.{GATEWAY}"] = dict(pool.gateway)
     return "\n".join(
         "\n".join([f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items()), ""])
         for name, table in tables.items()

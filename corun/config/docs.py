@@ -17,9 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from corun.config.cluster_file import CONFIGS
+from corun.config.cluster_file import CONFIGS, GATEWAY
+from corun.config.fields import HttpConfig
 
-PROCESSES: Mapping[str, type[Any]] = CONFIGS
+PROCESSES: Mapping[str, type[Any]] = {**CONFIGS, GATEWAY: HttpConfig}
 UNITS = {
     "_ms": "ms",
     "_s": "s",
@@ -40,9 +41,10 @@ Written by `make docs` from the config classes (`corun/config/fields.py`): do no
 Each is a flag of `python -m router`, `python -m prefill_node`, `python -m decode_node` or `python -m colocated_node`,
 and a key of `cluster.toml`: TLS and tokens in `[security]`; what all nodes have in common in `[pools.NAME]`; all others
 in the table of their process, `[pools.NAME.router]`, `[pools.NAME.prefill]`, `[pools.NAME.decode]` or
-`[pools.NAME.colocated]`. Two keys are for `corun up` alone: `replicas` in the table of a process, and `nodes_per_gpu`
-in `[pools.NAME]`. What names one process or one machine is refused in a file. A setting that is marked *contract*
-decides bits: nodes that differ in it do not serve together.
+`[pools.NAME.colocated]`. `[pools.NAME.gateway]` adds a gateway on the machine of `corun up`; its keys are flags of
+`corun gateway`, which has more. Two keys are for `corun up` alone: `replicas` in the table of a process, and
+`nodes_per_gpu` in `[pools.NAME]`. What names one process or one machine is refused in a file. A setting that is marked
+*contract* decides bits: nodes that differ in it do not serve together.
 """
 _TITLES = {
     ("router", "prefill", "decode", "colocated"): "Every process",
@@ -51,6 +53,7 @@ _TITLES = {
     ("prefill", "colocated"): "Prefill and colocated nodes",
     ("decode", "colocated"): "Decode and colocated nodes",
     ("colocated",): "Colocated node",
+    (GATEWAY,): "Gateway of `corun up`",
 }
 _ENVIRONMENT = """\
 ## Environment

@@ -200,6 +200,34 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HttpConfig(Settings):
+    """Where a gateway listens for HTTP."""
+
+    host: str = field(default="127.0.0.1", metadata=NOT_EMPTY)
+    """Address to listen on."""
+    port: int = field(default=8000, metadata=PORT)
+    """Port to listen on; 0 picks a free one."""
+    https_cert: str = field(default="", metadata=PATH)
+    """PEM file of the certificate to show to HTTP clients; turns TLS on for them."""
+    https_key: str = field(default="", metadata=PATH)
+    """PEM file of its private key."""
+
+    @property
+    def https(self) -> TlsConfig | None:
+        """The certificate and key for HTTP clients, which are read; None: no TLS."""
+        if bool(self.https_cert) != bool(self.https_key):
+            missing = "https_key" if self.https_cert else "https_cert"
+            raise InvalidArgumentError(missing, "", "must be given: both, or neither")
+        return TlsConfig(cert=self.https_cert, key=self.https_key) if self.https_cert else None
+
+    def check_public(self, insecure: bool) -> None:
+        """Raise InvalidArgumentError if this is a public address without TLS, unless that is wanted."""
+        if not (is_loopback(self.host) or self.https_cert or insecure):
+            limit = "is a public address, so it needs https_cert, https_key as well; or say insecure"
+            raise InvalidArgumentError("host", self.host, limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LinkConfig:
     """What protects the links of a process to the others: the paths of secrets, never a secret."""
 

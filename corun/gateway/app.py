@@ -46,7 +46,13 @@ class Gateway:
         self.activity, self.room = completions.activity, completions.room
         self._started_at = int(time.time())
         app = web.Application(middlewares=[self._heard, translated])
-        app.router.add_post("/v1/completions", completions.post, expect_handler=when_read)
+        for path, handler in (
+            ("/v1/completions", completions.post),
+            ("/v1/chat/completions", completions.post_chat),
+            ("/tokenize", completions.tokenize),
+            ("/detokenize", completions.detokenize),
+        ):
+            app.router.add_post(path, handler, expect_handler=when_read)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._get_health)

@@ -19,7 +19,7 @@ from corun.client.client import AsyncClient
 from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.rpc.auth import check_token
-from corun.types import NodeRole, NodeState
+from corun.types import NodeRole, NodeState, TemplateSource
 
 T = TypeVar("T")
 
@@ -152,27 +152,53 @@ def _forget(asking: asyncio.Future[Any]) -> None:
         asking.exception()
 
 
+class _KeptByToken(Generic[T]):
+    """The routers' answers to one question, by the token that they were asked with."""
+
+    def __init__(self, ask: Callable[[str], Coroutine[Any, Any, T]], most: int) -> None:
+        self._ask = ask
+        self._most = most
+        self._known: OrderedDict[str, _Kept[T]] = OrderedDict()
+
+    async def get(self, token: str) -> T:
+        """Return an answer that is at most 10 s old, since a cluster may come back with another model and a token may
+        be revoked. While no router can answer, the last answer is used."""
+        known = self._known.setdefault(token, _Kept(lambda last: self._ask_again(token, last)))
+        self._known.move_to_end(token)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+        return await known.get(FRESH_S)
+
+    async def _ask_again(self, token: str, last: T | None) -> T:
+        try:
+            return await self._ask(token)
+        except UnauthenticatedError:
+            self._known.pop(token, None)
+            raise
+        except (OverloadedError, UnavailableError):
+            if last is None:
+                raise
+            return last
+
+
 class Catalog:
     """What the routers say about the cluster: which model it serves, and whether it answers requests."""
 
     def __init__(self, config: GatewayConfig, clients: Clients) -> None:
         self._config = config
         self._clients = clients
-        self._known: OrderedDict[str, _Kept[Served]] = OrderedDict()
+        self._served = _KeptByToken(self.asked, config.max_tokens_kept)
+        self._templates = _KeptByToken(self._ask_template, config.max_tokens_kept)
         self._own_token = config.own_token()
         self._health = _Kept(self._ask_health)
 
     async def served(self, token: str) -> Served:
-        """Return the served model. The routers are asked again every 10 s, since a cluster may come back with another
-        model and a token may be revoked. While no router can answer, the last answer is used.
+        """Return the served model. Raises the error with which a router refuses the call, or UnavailableError."""
+        return await self._served.get(token)
 
-        Raises the error with which a router refuses the call, or UnavailableError.
-        """
-        known = self._known.setdefault(token, _Kept(lambda last: self._ask_again(token, last)))
-        self._known.move_to_end(token)
-        if len(self._known) > self._config.max_tokens_kept:
-            self._known.popitem(last=False)
-        return await known.get(FRESH_S)
+    async def template(self, token: str) -> TemplateSource:
+        """Return the served model's chat template. Raises the error with which a router refuses the call."""
+        return await self._templates.get(token)
 
     async def asked(self, token: str) -> Served:
         """Ask a router for the served model, without use of earlier answers.
@@ -202,16 +228,9 @@ class Catalog:
         if error is not None:
             raise error
 
-    async def _ask_again(self, token: str, last: Served | None) -> Served:
-        try:
-            return await self.asked(token)
-        except UnauthenticatedError:
-            self._known.pop(token, None)
-            raise
-        except (OverloadedError, UnavailableError):
-            if last is None:
-                raise
-            return last
+    async def _ask_template(self, token: str) -> TemplateSource:
+        with self._clients.lease(token) as client:
+            return await client.get_chat_template()
 
     async def _ask_health(self, _: UnavailableError | None) -> UnavailableError | None:
         try:

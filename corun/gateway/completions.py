@@ -1,41 +1,56 @@
-"""POST /v1/completions: read the request, ask the cluster, and answer as a whole or as a stream.
+"""The requests that need tokens: read them, ask the cluster, and answer as a whole or as a stream.
 
-A request lives as long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in
-the cluster and frees its slots. This module must not know routes, nor how clients are kept.
+POST /v1/completions and /v1/chat/completions draw tokens, /tokenize and /detokenize only translate. A request lives as
+long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in the cluster and
+frees its slots. This module must not know routes, nor how clients are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
 from corun.client.client import AsyncClient
-from corun.completion import Assembler, Chunk
+from corun.completion import Assembler
 from corun.errors import InvalidArgumentError, NotFoundError, shown
 from corun.gateway.activity import Prompts
-from corun.gateway.bodies import Hold, Limits, Room, read_body
+from corun.gateway.bodies import Limits, Room, read_body
+from corun.gateway.chat_responses import CHAT
+from corun.gateway.chats import Chat, read_chat_request, read_detokenize, read_tokenize
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
-from corun.gateway.errors import event_of, typed
+from corun.gateway.errors import event_of, naming, typed
 from corun.gateway.requests import CompletionRequest, read_request
-from corun.gateway.responses import DONE, Events, completion, head
+from corun.gateway.responses import COMPLETION, DONE, Events, Shape
+from corun.gateway.streams import Chunks, EventStream, Numbered, merged
 from corun.observe.trace_context import TRACEPARENT, read, within
+from corun.types import Tokens
 
-MAX_BUFFERED = 32 * 1024
-"""The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB."""
-QUEUED_CHUNKS = 64
-"""The most chunks of several prompts that wait to be written."""
 
-Chunks = AsyncGenerator[Chunk, None]
-Numbered = AsyncGenerator[tuple[int, Chunk], None]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Incoming:
+    """A request that has arrived and was admitted."""
+
+    request: web.Request
+    token: str
+    served: Served
+    body: bytes
+
+    @property
+    def request_id(self) -> str | None:
+        return self.request.headers.get("X-Request-Id")
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.served.name):
+            raise NotFoundError(f"the model {shown(name)} does not exist: this is {self.served.name!r}")
 
 
 class Completions:
-    """Answers completion requests."""
+    """Answers the requests that need tokens."""
 
     def __init__(self, config: GatewayConfig, clients: Clients, catalog: Catalog) -> None:
         self.activity = Prompts(config.max_requests)
@@ -46,43 +61,84 @@ class Completions:
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Handle a completion request."""
+        async with self._incoming(request) as incoming:
+            asked = read_request(incoming.body, request_id=incoming.request_id, max_prompts=self._config.max_prompts)
+            incoming.check_model(asked.model)
+            calls = len(asked.prompts)
+            with self.activity.more(calls - 1), self._clients.lease(incoming.token, calls) as client:
+                return await self._run(incoming, await _translated(asked, client), client, COMPLETION)
+
+    async def post_chat(self, request: web.Request) -> web.StreamResponse:
+        """Handle a request for the answer to a chat."""
+        async with self._incoming(request) as incoming:
+            chat = read_chat_request(incoming.body, request_id=incoming.request_id)
+            incoming.check_model(chat.asked.model)
+            with self._clients.lease(incoming.token) as client:
+                prompt = (await self._tokens_of_chat(incoming, chat.chat, client)).token_ids
+                asked = chat.with_prompt(prompt, incoming.served.max_model_len, self._config.chat_max_tokens)
+                return await self._run(incoming, asked, client, CHAT)
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the tokens of a text or of a chat."""
+        async with self._incoming(request) as incoming:
+            asked = read_tokenize(incoming.body)
+            incoming.check_model(asked.model)
+            with self._clients.lease(incoming.token) as client:
+                if isinstance(asked.prompt, Chat):
+                    found = await self._tokens_of_chat(incoming, asked.prompt, client)
+                else:
+                    found = await client.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
+            answer = {
+                "count": len(found.token_ids),
+                "max_model_len": incoming.served.max_model_len,
+                "tokens": found.token_ids,
+                "token_strs": found.tokens if asked.return_token_strs else None,
+            }
+            return web.json_response(answer)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the text of tokens."""
+        async with self._incoming(request) as incoming:
+            model, token_ids = read_detokenize(incoming.body)
+            incoming.check_model(model)
+            with self._clients.lease(incoming.token) as client, naming("token_ids", "tokens"):
+                return web.json_response({"prompt": await client.detokenize(token_ids)})
+
+    @asynccontextmanager
+    async def _incoming(self, request: web.Request) -> AsyncIterator[_Incoming]:
+        """Admit a request and read its body, which is held until the block ends."""
         token = bearer_token(request.headers.get("Authorization"))
         caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
         with self.activity.request(), within(caller), self.room.hold(token) as hold:
             served = await self._catalog.served(token)  # First: only known clients may send a body.
-            asked = await self._read(request, served, hold)
-            calls = len(asked.prompts)
-            with self.activity.more(calls - 1), self._clients.lease(token, calls) as client:
-                chunks = merged([_one(asked, client, index) for index in range(calls)])
-                async with aclosing(chunks):
-                    if asked.stream:
-                        return await self._stream(request, asked, served.name, chunks)
-                    return await self._whole(asked, served.name, chunks)
+            limits = Limits.of_model(served.max_model_len, served.max_prompt_bytes, self._config.max_body_bytes)
+            body = await read_body(request, limits, hold, self._config.client_timeout_s)
+            yield _Incoming(request=request, token=token, served=served, body=body)
 
-    async def _read(self, request: web.Request, served: Served, hold: Hold) -> CompletionRequest:
-        limits = Limits.of_model(served.max_model_len, served.max_prompt_bytes, self._config.max_body_bytes)
-        asked = read_request(
-            await read_body(request, limits, hold, self._config.client_timeout_s),
-            request_id=request.headers.get("X-Request-Id"),
-            max_prompts=self._config.max_prompts,
-        )
-        if asked.model not in (None, served.name):
-            raise NotFoundError(f"the model {shown(asked.model)} does not exist: this is {served.name!r}")
-        return asked
+    async def _tokens_of_chat(self, incoming: _Incoming, chat: Chat, client: AsyncClient) -> Tokens:
+        template = await self._catalog.template(incoming.token)
+        # The template is a stranger's program. In a thread of its own it holds up no stream.
+        text = await asyncio.to_thread(chat.render, template, incoming.served.max_prompt_bytes)
+        with naming("prompt", "messages", whole=True):
+            return await client.tokenize(text, add_special_tokens=False)
 
-    async def _whole(self, asked: CompletionRequest, model: str, chunks: Numbered) -> web.Response:
-        begun = head(asked, model)
-        found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
-        with self.activity.told():
-            async for index, chunk in chunks:
-                found[index].add(chunk)
-        return web.json_response(completion(begun, asked, [each.finish() for each in found]))
-
-    async def _stream(
-        self, request: web.Request, asked: CompletionRequest, model: str, chunks: Numbered
+    async def _run(
+        self, incoming: _Incoming, asked: CompletionRequest, client: AsyncClient, shape: Shape
     ) -> web.StreamResponse:
+        """Run a request and answer it in this shape."""
+        chunks = merged([_one(asked, client, index) for index in range(len(asked.prompts))])
+        async with aclosing(chunks):
+            begun = shape.head(asked, incoming.served.name)
+            if asked.stream:
+                return await self._stream(incoming.request, shape.events(begun, asked), chunks)
+            found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
+            with self.activity.told():
+                async for index, chunk in chunks:
+                    found[index].add(chunk)
+            return web.json_response(shape.completion(begun, asked, [each.finish() for each in found]))
+
+    async def _stream(self, request: web.Request, events: Events, chunks: Numbered) -> web.StreamResponse:
         answer = EventStream(request, self._config.client_timeout_s)
-        events = Events(head(asked, model), asked)
         try:
             with self.activity.told():
                 async for index, chunk in chunks:
@@ -98,98 +154,34 @@ class Completions:
         return await answer.end(last + DONE)
 
 
-class EventStream:
-    """A response that is sent event by event. Its status is sent with the first event."""
-
-    def __init__(self, request: web.Request, timeout_s: float) -> None:
-        self._request = request
-        self._timeout_s = timeout_s
-        self._response: web.StreamResponse | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._response is not None
-
-    async def send(self, text: str) -> None:
-        """Send events. Raises ConnectionError if the client is gone, or reads nothing for too long."""
-        response, data = self._response or await self._begin(), text.encode()
-        transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() + len(data) > MAX_BUFFERED:
-            await self._in_time(response.write(data))
-        else:
-            await response.write(data)
-
-    async def end(self, text: str) -> web.StreamResponse:
-        """Send the last events and end the response."""
-        await self.send(text)
-        assert self._response is not None
-        await self._in_time(self._response.write_eof())
-        return self._response
-
-    async def _begin(self) -> web.StreamResponse:
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(self._request)
-        self._response = response
-        return response
-
-    async def _in_time(self, writing: Coroutine[Any, Any, None]) -> None:
-        try:
-            await asyncio.wait_for(writing, self._timeout_s)
-        except asyncio.TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client takes nothing") from None
-
-
-async def merged(streams: Sequence[Chunks]) -> Numbered:
-    """Yield the chunks of several streams as they come, each with the number of its stream. The first error ends all
-    streams."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for chunk in only:
-                yield 0, chunk
-        return
-    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(QUEUED_CHUNKS)
-    tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:  # Each stream ends, at the latest by its own deadline.
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(index: int, stream: Chunks, queue: asyncio.Queue[tuple[int, Chunk | Exception | None]]) -> None:
-    end: Exception | None = None
-    try:
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                await queue.put((index, chunk))
-    except Exception as error:
-        end = error
-    await queue.put((index, end))
+async def _translated(asked: CompletionRequest, client: AsyncClient) -> CompletionRequest:
+    """Return a request with the token ids of prompts whose text gets no special tokens, and the texts of prompts that
+    are echoed."""
+    prompts, texts = list(asked.prompts), list(asked.texts)
+    for index, prompt in enumerate(asked.prompts):
+        with _of_prompt(asked, index):
+            if asked.echo:
+                texts.append(prompt if isinstance(prompt, str) else await client.detokenize(prompt))
+            if isinstance(prompt, str) and not asked.add_special_tokens:
+                prompts[index] = (await client.tokenize(prompt, add_special_tokens=False)).token_ids
+    return replace(asked, prompts=tuple(prompts), texts=tuple(texts))
 
 
 async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:
-    """Yield the chunks of one prompt. If there are several prompts, an error about one names its number."""
-    try:
+    """Yield the chunks of one prompt."""
+    with _of_prompt(asked, index):
         chunks = client.stream(
             asked.prompts[index], asked.params, seed=asked.seed, request_id=asked.id_of(index), priority=asked.priority
         )
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
+
+
+@contextmanager
+def _of_prompt(asked: CompletionRequest, index: int) -> Iterator[None]:
+    """Name fields in errors about one prompt as the client knows them, with the number of one of several prompts."""
+    try:
+        yield
     except InvalidArgumentError as error:
-        if len(asked.prompts) == 1 or not error.field.startswith("prompt"):
-            raise
-        field = f"prompt[{index}]" + error.field.removeprefix("prompt")
-        raise InvalidArgumentError(field, error.value, error.limit) from error
+        raise asked.named(error, index) from error

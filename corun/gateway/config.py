@@ -9,34 +9,22 @@ from corun.client.routers import check_timeout, read_addresses
 from corun.config.fields import (
     CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
-    NOT_EMPTY,
-    PORT,
-    Settings,
+    HttpConfig,
     TlsConfig,
     checked,
     integer,
-    is_loopback,
 )
-from corun.errors import InvalidArgumentError
 from corun.rpc.auth import read_token
 
 _TIMEOUT = checked(check_timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig(Settings):
+class GatewayConfig(HttpConfig):
     """A gateway: where it listens, which cluster it calls, and how much it takes."""
 
-    host: str = field(default="127.0.0.1", metadata=NOT_EMPTY)
-    """Address to listen on."""
-    port: int = field(default=8000, metadata=PORT)
-    """Port to listen on; 0 picks a free one."""
     reuse_port: bool = False
     """Share the port with other gateways on this machine: each process takes some of the connections."""
-    https_cert: str = ""
-    """PEM file of the certificate to show to HTTP clients; turns TLS on for them."""
-    https_key: str = ""
-    """PEM file of its private key."""
     insecure: bool = False
     """Serve on a public address without TLS."""
     router: str = DEFAULT_ADDRESS
@@ -60,6 +48,9 @@ class GatewayConfig(Settings):
     """Name of the model that clients see and ask for; empty: its id on the hub, or the name of its directory."""
     max_requests: int = field(default=4096, metadata=integer(1, 2**20))
     """Prompts in progress at once; more are refused with a retry delay."""
+    chat_max_tokens: int = field(default=4096, metadata=integer(1, 2**31 - 2))
+    """Output tokens of a chat that names no limit, if the model's length leaves so many. Room for all of them is
+    reserved."""
     max_prompts: int = field(default=128, metadata=integer(1, 2**16))
     """Prompts of one request."""
     max_tokens_kept: int = field(default=256, metadata=integer(1, 2**16))
@@ -75,9 +66,7 @@ class GatewayConfig(Settings):
 
     def check_together(self) -> None:
         _ = self.addresses  # Raises now if they are none.
-        if not (is_loopback(self.host) or self.https_cert or self.insecure):
-            limit = "is a public address, so it needs --https-cert, --https-key as well; or say --insecure"
-            raise InvalidArgumentError("host", self.host, limit)
+        self.check_public(self.insecure)
 
     def check_files(self) -> None:
         """Raise InvalidArgumentError unless every file that this config names can be used."""
@@ -87,14 +76,6 @@ class GatewayConfig(Settings):
     def addresses(self) -> tuple[str, ...]:
         """The host:port of each router."""
         return read_addresses(self.router)
-
-    @property
-    def https(self) -> TlsConfig | None:
-        """The certificate and key for HTTP clients; None: no TLS."""
-        if bool(self.https_cert) != bool(self.https_key):
-            missing = "https_key" if self.https_cert else "https_cert"
-            raise InvalidArgumentError(missing, "", "must be given: both, or neither")
-        return TlsConfig(cert=self.https_cert, key=self.https_key) if self.https_cert else None
 
     @property
     def tls(self) -> TlsConfig | None:

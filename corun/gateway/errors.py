@@ -9,6 +9,8 @@ import json
 import logging
 import math
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -43,7 +45,7 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
 
 CLIENT_IS_GONE = 499
 """The status that proxies log when the client is gone. It is never sent."""
-_SAMPLING = "sampling_params."
+SAMPLING = "sampling_params."
 """The prefix of field names in the routers' errors. It is removed, since in HTTP these fields are at the top level."""
 
 log = logging.getLogger(__name__)
@@ -52,11 +54,23 @@ log = logging.getLogger(__name__)
 def body_of(error: CorunError) -> dict[str, Any]:
     """Return OpenAI's error object, with field, value and limit if the error is about a field."""
     status, kind = STATUSES[error.code]
-    body = _body(status, kind, str(error).replace(_SAMPLING, ""))
+    body = _body(status, kind, str(error).replace(SAMPLING, ""))
     if isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
-        field = error.field.removeprefix(_SAMPLING)
+        field = error.field.removeprefix(SAMPLING)
         body["error"] |= {"param": field, "value": shown(error.value), "limit": error.limit}
     return body
+
+
+@contextmanager
+def naming(field: str, name: str, *, whole: bool = False) -> Iterator[None]:
+    """Name a field in errors as the client knows it, with what is below it unless the client knows it as a `whole`."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if not error.field.startswith(field):
+            raise
+        below = "" if whole else error.field.removeprefix(field)
+        raise InvalidArgumentError(name + below, error.value, error.limit) from error
 
 
 def response_of(error: CorunError) -> web.Response:

@@ -1,4 +1,4 @@
-"""Read a completion request of OpenAI's API: parse its JSON, check every field, and turn it into this project's values.
+"""Read a request of OpenAI's API: parse its JSON, check every field, and turn it into this project's values.
 
 Each field is used, or cannot change the output, or is refused by name. No field is silently dropped. This module must
 not know HTTP.
@@ -9,34 +9,36 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from corun.client.request import read_priority
 from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
+from corun.gateway.errors import SAMPLING
 from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_request_id, check_seed
 from corun.types import Priority
 
 _OWN_WAY = ("top_k", "logit_bias", "logprobs")
-_SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN_WAY)
+_SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.name not in _OWN_WAY)
 """Fields that `SamplingParams` has under the same name. null stands for the default there."""
-_ASKED = (*_OWN_WAY, "model", "prompt", "seed", "request_id", "priority")
+_ASKED = (*_OWN_WAY, "model", "seed", "request_id", "priority")
 _ANSWERED = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
 """Fields that say how the answer is given."""
-_WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")
+_WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
 """Fields that are accepted and do not affect the output."""
+COMMON = (*_SAMPLING, *_ASKED, *_ANSWERED, *_WITHOUT_EFFECT)
+"""The fields of every request that draws tokens."""
 _NOT_SUPPORTED = ("prompt_embeds", "ec_transfer_params", "cache_salt", "vllm_xargs", "thinking_token_budget")
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "echo": ((False,), "must be false: prompts are not sent back, nor scored"),
-    "best_of": ((1,), "must be 1: ask for n samples"),
-    "suffix": (("",), "must be empty: there is no insertion"),
+Fixed = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Fields that may only be null or have a value that means what the cluster does anyway. Each has its allowed values and
+the limit that a refusal names."""
+FIXED: Fixed = {
     "use_beam_search": ((False,), "must be false"),
     "length_penalty": ((1, 1.0), "must be 1, as it is without beam search"),
     "include_stop_str_in_output": ((False,), "must be false: a stop string is not part of the text"),
     "skip_special_tokens": ((True,), "must be true: special tokens have no text; return_token_ids gives their ids"),
     "spaces_between_special_tokens": ((True,), "must be true: special tokens have no text"),
-    "add_special_tokens": ((True,), "must be true; send token ids for a prompt without them"),
     "truncate_prompt_tokens": ((), "must be null: prompts are never cut"),
     "truncation_side": ((), "must be null: prompts are never cut"),
     "allowed_token_ids": ((), "must be null: not supported; see logit_bias"),
@@ -50,14 +52,19 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_detection": ((), "must be null: not supported"),
     **dict.fromkeys(_NOT_SUPPORTED, ((), "must be null: not supported")),
 }
-"""Fields that may only be null or have a value that means what the cluster does anyway. Each has its allowed values and
-the limit that a refusal names."""
+"""The fixed fields of every request that draws tokens."""
+_OF_COMPLETIONS = ("prompt", "echo", "add_special_tokens")
+_FIXED_OF_COMPLETIONS: Fixed = {
+    **FIXED,
+    "best_of": ((1,), "must be 1: ask for n samples"),
+    "suffix": (("",), "must be empty: there is no insertion"),
+}
 _STREAM_OPTIONS = ("stream_options.include_usage", "stream_options.continuous_usage_stats")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    """A request for `params.n` samples of each prompt."""
+    """A request for `params.n` samples of each prompt. A chat is one, too, once its prompt is known."""
 
     model: str | None
     """The name of the model; None: whichever is served."""
@@ -75,10 +82,29 @@ class CompletionRequest:
     return_token_ids: bool
     tokens_as_ids: bool
     """True if log probabilities name tokens by their ids."""
+    add_special_tokens: bool = True
+    """True if prompts of text get the special tokens that the tokenizer adds."""
+    echo: bool = False
+    """True if each text begins with its prompt."""
+    texts: tuple[str, ...] = ()
+    """The text of each prompt, if it is echoed."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The names that the client knows fields by, where they are not the routers'."""
 
     def id_of(self, prompt_index: int) -> str:
         """Return the request id for the call that runs one prompt."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
+
+    def named(self, error: InvalidArgumentError, prompt_index: int) -> InvalidArgumentError:
+        """Return an error about one prompt with the field's name as the client knows it, and the prompt's number."""
+        name, dot, rest = error.field.removeprefix(SAMPLING).partition(".")
+        if name.startswith("token_ids"):
+            name, dot, rest = "prompt", ".", name
+        if name in self.names:
+            return InvalidArgumentError(self.names[name], error.value, error.limit)
+        if name == "prompt" and len(self.prompts) > 1:
+            name = f"prompt[{prompt_index}]"
+        return InvalidArgumentError(name + dot + rest, error.value, error.limit)
 
 
 def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int) -> CompletionRequest:
@@ -86,34 +112,45 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
 
     request_id: the id in the HTTP header. It takes precedence over the id in the body, as in vLLM.
     """
-    fields = _read_json(body)
-    for name, value in fields.items():
-        _check_known(name, value)
-    stream = _flag(fields, "stream")
+    fields = read_json(body)
+    check_known(fields, (*COMMON, *_OF_COMPLETIONS), _FIXED_OF_COMPLETIONS)
+    asked = read_common(fields, read_params(fields, logprobs=_logprobs(fields)), request_id)
+    prompts = _prompts(fields.get("prompt"), max_prompts)
+    echo = flag(fields, "echo")
+    if echo and asked.params.logprobs:
+        raise InvalidArgumentError("echo", True, "must be false with logprobs: prompts are not scored")
+    special = flag(fields, "add_special_tokens", default=True)
+    return replace(asked, prompts=prompts, echo=echo, add_special_tokens=special)
+
+
+def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: str | None) -> CompletionRequest:
+    """Return a request with the fields that all have, and without prompts."""
+    stream = flag(fields, "stream")
     options = _stream_options(fields.get("stream_options"), stream)
     if request_id is None:
-        request_id = _text(fields, "request_id") or secrets.token_hex(16)
+        request_id = text(fields, "request_id") or secrets.token_hex(16)
     return CompletionRequest(
-        model=_text(fields, "model"),
-        prompts=_prompts(fields.get("prompt"), max_prompts),
-        params=_params(fields),
+        model=text(fields, "model"),
+        prompts=(),
+        params=params,
         seed=None if fields.get("seed") is None else check_seed(fields["seed"]),
         request_id=check_request_id(request_id),
         priority=_priority(fields.get("priority")),
         stream=stream,
-        include_usage=_flag(options, "stream_options.include_usage"),
-        continuous_usage=_flag(options, "stream_options.continuous_usage_stats"),
-        return_token_ids=_flag(fields, "return_token_ids"),
-        tokens_as_ids=_flag(fields, "return_tokens_as_token_ids"),
+        include_usage=flag(options, "stream_options.include_usage"),
+        continuous_usage=flag(options, "stream_options.continuous_usage_stats"),
+        return_token_ids=flag(fields, "return_token_ids"),
+        tokens_as_ids=flag(fields, "return_tokens_as_token_ids"),
     )
 
 
-def _read_json(body: bytes) -> dict[str, Any]:
+def read_json(body: bytes) -> dict[str, Any]:
+    """Return the object that a body holds. Raises InvalidArgumentError if it is none."""
     try:
         # Decode as UTF-8 only. In other encodings, which Python would guess, the weight that `gateway.bodies` found
         # would be wrong.
-        text = body.decode("utf-8-sig")
-        read = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        found = body.decode("utf-8-sig")
+        read = json.loads(found, object_pairs_hook=_object, parse_constant=_no_constant)
         limit = "" if isinstance(read, dict) else "must be a JSON object"
     except RecursionError:
         limit = "must be JSON that is not so deep"
@@ -135,28 +172,35 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_known(name: str, value: Any) -> None:
-    if name in _SAMPLING or name in (*_ASKED, *_ANSWERED, *_WITHOUT_EFFECT):
-        return
-    if name not in _FIXED:
-        raise InvalidArgumentError(name, value, "is not a known field")
-    allowed, limit = _FIXED[name]
-    if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
-        raise InvalidArgumentError(name, value, limit)
+def check_known(fields: Mapping[str, Any], known: Sequence[str], fixed: Fixed) -> None:
+    """Raise InvalidArgumentError for the first field that is not known, or has another value than it may have."""
+    for name, value in fields.items():
+        if name in known:
+            continue
+        if name not in fixed:
+            raise InvalidArgumentError(name, value, "is not a known field")
+        allowed, limit = fixed[name]
+        if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
+            raise InvalidArgumentError(name, value, limit)
 
 
-def _params(fields: Mapping[str, Any]) -> SamplingParams:
+def read_params(fields: Mapping[str, Any], *, logprobs: bool, **more: Any) -> SamplingParams:
+    """Return the sampling parameters. more: values for parameters that have another name among the fields."""
     given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     top_k = fields.get("top_k")
     if top_k is not None:
         given["top_k"] = 0 if top_k == -1 else top_k  # In vLLM, -1 also means the whole vocabulary.
     if fields.get("logit_bias") is not None:
         given["logit_bias"] = _logit_bias(fields["logit_bias"])
+    return SamplingParams(**{**given, **more}, logprobs=logprobs)
+
+
+def _logprobs(fields: Mapping[str, Any]) -> bool:
     logprobs = fields.get("logprobs")
     if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
         limit = "must be 0 or 1: only the sampled token's own log probability is kept"
         raise InvalidArgumentError("logprobs", logprobs, limit)
-    return SamplingParams(**given, logprobs=logprobs is not None)
+    return logprobs is not None
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
@@ -211,14 +255,16 @@ def _priority(value: Any) -> Priority:
     return Priority.NORMAL if value is None else read_priority(value)
 
 
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
+def flag(fields: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a field that is true or false; `default` if it is null or absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise InvalidArgumentError(name, value, "must be true or false")
-    return bool(value)
+    return default if value is None else value
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str | None:
+def text(fields: Mapping[str, Any], name: str) -> str | None:
+    """Return a field that is text or null."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise InvalidArgumentError(name, value, "must be text")

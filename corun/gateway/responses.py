@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -18,31 +18,32 @@ from corun.completion import Chunk, Generation, Sample
 from corun.gateway.requests import CompletionRequest
 
 DONE = "data: [DONE]\n\n"
-_LEAST_LOGPROB = -9999.0
+LEAST_LOGPROB = -9999.0
 """The number that stands for minus infinity, which JSON lacks. vLLM uses the same number."""
-_quoted = json.encoder.encode_basestring_ascii
+quoted = json.encoder.encode_basestring_ascii
 
 
 def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
     """Return the fields with which every part of one response begins."""
-    return {
-        "id": f"cmpl-{asked.request_id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-    }
+    return begin(f"cmpl-{asked.request_id}", "text_completion", model)
+
+
+def begin(response_id: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
     """Return the whole response. Its choices are in the order of prompts, then of samples."""
-    found = [(generation, sample) for generation in generations for sample in generation.samples]
+    found = [(i, generation, sample) for i, generation in enumerate(generations) for sample in generation.samples]
+    return whole(head, [_choice(number, asked, *each) for number, each in enumerate(found)], generations)
+
+
+def whole(head: dict[str, Any], choices: list[Any], generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return a whole response with these choices."""
     prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
-    return {
-        **head,
-        "choices": [_choice(i, asked, *each) for i, each in enumerate(found)],
-        "usage": usage(prompt_tokens, sum(len(sample.token_ids) for _, sample in found)),
-        "system_fingerprint": found[0][1].receipt.fingerprint,
-    }
+    tokens = sum(len(sample.token_ids) for generation in generations for sample in generation.samples)
+    fingerprint = generations[0].receipt.fingerprint
+    return {**head, "choices": choices, "usage": usage(prompt_tokens, tokens), "system_fingerprint": fingerprint}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -50,8 +51,22 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": completion_tokens}
 
 
+Head = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The shape of the answers to one kind of request."""
+
+    head: Callable[[CompletionRequest, str], Head]
+    """Returns the fields with which every part of one response begins, for a request and the model's name."""
+    completion: Callable[[Head, CompletionRequest, Sequence[Generation]], dict[str, Any]]
+    """Returns the whole response."""
+    events: type[Events]
+
+
 @dataclass(slots=True)
-class _Sent:
+class Sent:
     """How much of one choice has been sent."""
 
     tokens: int = 0
@@ -73,7 +88,7 @@ class Events:
         self._asked = asked
         opening = json.dumps(head, separators=(",", ":"))
         self._begin = f'data: {opening[:-1]},"choices":[{{"index":'
-        self._choices = [_Sent() for _ in range(len(asked.prompts) * asked.params.n)]
+        self._choices = [Sent() for _ in range(len(asked.prompts) * asked.params.n)]
         self._prompts: list[Sequence[int]] = [() if isinstance(prompt, str) else prompt for prompt in asked.prompts]
         """The token ids of each prompt. For a prompt given as text they are empty until its first chunk."""
         self._fingerprint = ""
@@ -98,35 +113,52 @@ class Events:
             return ""
         counted = usage(sum(map(len, self._prompts)), sum(choice.tokens for choice in self._choices))
         last = {**self._head, "choices": [], "usage": counted, "system_fingerprint": self._fingerprint}
-        return f"data: {_dumped(last)}\n\n"
+        return f"data: {dumped(last)}\n\n"
 
-    def _event(self, number: int, prompt: Sequence[int], choice: _Sent, chunk: Chunk) -> str:
+    def _event(self, number: int, prompt: Sequence[int], choice: Sent, chunk: Chunk) -> str:
         asked = self._asked
         reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
-        logprobs = self._logprobs(choice, chunk) if asked.params.logprobs else "null"
-        text = f'{self._begin}{number},"text":{_quoted(chunk.text)},"logprobs":{logprobs},"finish_reason":{reason}'
+        logprobs = self._logprobs(chunk, *self._texts(choice, chunk)) if asked.params.logprobs else "null"
+        content = self._content(choice, number // asked.params.n, chunk)
+        text = f'{self._begin}{number},{content},"logprobs":{logprobs},"finish_reason":{reason}'
         if asked.return_token_ids:
-            of_prompt = "null" if choice.begun else _dumped(list(prompt))
-            text += f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
+            text += self._ids(choice, prompt, chunk)
         if chunk.receipt is not None or not choice.begun:
-            text += f',"corun":{_dumped(_own(chunk))}'
+            text += f',"corun":{dumped(own(chunk))}'
             choice.begun = True
         text += "}]"
         if chunk.receipt is not None:
             self._fingerprint = chunk.receipt.fingerprint
             text += f',"system_fingerprint":"{self._fingerprint}"'
         if asked.continuous_usage:
-            text += f',"usage":{_dumped(usage(len(prompt), choice.tokens))}'
+            text += f',"usage":{dumped(usage(len(prompt), choice.tokens))}'
         return f"{text}}}\n\n"
 
-    def _logprobs(self, choice: _Sent, chunk: Chunk) -> str:
+    def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
+        """Return the field with the new text."""
+        echoed = "" if choice.begun or not self._asked.echo else self._asked.texts[prompt_index]
+        return f'"text":{quoted(echoed + chunk.text)}'
+
+    def _ids(self, choice: Sent, prompt: Sequence[int], chunk: Chunk) -> str:
+        """Return the fields with token ids."""
+        of_prompt = "null" if choice.begun else dumped(list(prompt))
+        return f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
+
+    def _logprobs(self, chunk: Chunk, texts: Sequence[str], begin: int) -> str:
+        return _logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids)
+
+    def _texts(self, choice: Sent, chunk: Chunk) -> tuple[Sequence[str], int]:
+        """Return the texts of the new tokens, and the number of characters of the earlier ones."""
         texts, begin = chunk.token_texts, choice.token_texts
         choice.text += len(chunk.text)
         choice.token_texts += sum(map(len, texts))
         if texts and choice.text > choice.token_texts:  # The last token left a character unfinished.
             late = chunk.text[choice.token_texts - choice.text :]
             texts = (*texts[:-1], texts[-1] + late)
-        return _logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids)
+        return texts, begin
+
+
+COMPLETION = Shape(head=head, completion=completion, events=Events)
 
 
 def _both(first: Chunk, last: Chunk) -> Chunk:
@@ -139,22 +171,24 @@ def _both(first: Chunk, last: Chunk) -> Chunk:
     )
 
 
-def _choice(index: int, asked: CompletionRequest, generation: Generation, sample: Sample) -> dict[str, Any]:
+def _choice(
+    number: int, asked: CompletionRequest, prompt_index: int, generation: Generation, sample: Sample
+) -> dict[str, Any]:
     logprobs = None
     if asked.params.logprobs:
         logprobs = json.loads(_logprobs(sample, sample.token_texts, 0, as_ids=asked.tokens_as_ids))
     choice: dict[str, Any] = {
-        "index": index,
-        "text": sample.text,
+        "index": number,
+        "text": (asked.texts[prompt_index] if asked.echo else "") + sample.text,
         "logprobs": logprobs,
         "finish_reason": sample.finish_reason.value,
     }
     if asked.return_token_ids:
         choice |= {"prompt_token_ids": list(generation.prompt_token_ids), "token_ids": list(sample.token_ids)}
-    return {**choice, "corun": _own(sample)}
+    return {**choice, "corun": own(sample)}
 
 
-def _own(output: Chunk | Sample) -> dict[str, Any]:
+def own(output: Chunk | Sample) -> dict[str, Any]:
     return {"seed": output.seed} | ({"receipt": output.receipt.to_dict()} if output.receipt else {})
 
 
@@ -163,13 +197,18 @@ def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_id
 
     begin: the number of characters of the sample's earlier tokens. as_ids: name tokens by ids instead of texts.
     """
-    values = [repr(max(logprob, _LEAST_LOGPROB)) for logprob in output.logprobs]  # repr keeps every fp32 bit.
-    names = [f'"token_id:{token_id}"' for token_id in output.token_ids] if as_ids else list(map(_quoted, texts))
+    values = [repr(max(logprob, LEAST_LOGPROB)) for logprob in output.logprobs]  # repr keeps every fp32 bit.
+    names = names_of(output, texts, as_ids=as_ids)
     tops = ",".join(f"{{{name}:{value}}}" for name, value in zip(names, values, strict=True))
     offsets = ",".join(map(str, accumulate(map(len, texts[:-1]), initial=begin))) if texts else ""
     tokens = f'"token_logprobs":[{",".join(values)}],"tokens":[{",".join(names)}]'
     return f'{{"text_offset":[{offsets}],{tokens},"top_logprobs":[{tops}]}}'
 
 
-def _dumped(value: Any) -> str:
+def names_of(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> list[str]:
+    """Return the name of each token as JSON: its text, or its id."""
+    return [f'"token_id:{token_id}"' for token_id in output.token_ids] if as_ids else list(map(quoted, texts))
+
+
+def dumped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)

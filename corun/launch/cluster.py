@@ -15,17 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corun.client.client import Client
-from corun.config.cluster_file import NODES, ROLES, SIDES, ClusterSpec, PoolSpec
+from corun.config.cluster_file import GATEWAY, NODES, ROLES, SIDES, ClusterSpec, PoolSpec
 from corun.config.extras import installed_engine
 from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
 from corun.launch.control import Control, ScaleStatus, in_words, noted
 from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order
-from corun.launch.members import LOOPBACK, MODULES, ROUTER, ProcessSpec, listens_anywhere, members, router_address
+from corun.launch.members import (
+    LOOPBACK,
+    MODULES,
+    ROUTER,
+    ProcessSpec,
+    gateway_command,
+    gateway_url,
+    listens_anywhere,
+    members,
+    router_address,
+)
 from corun.launch.placement import INSTEAD, TURNS, Shares, on_joined, on_own, takes_turns
 from corun.launch.progress import Progress, next_steps
-from corun.launch.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus, Supervisor
 from corun.types import ClusterStatus, NodeState, NodeStatus, state_in_words
 
 _START_TIMEOUT_S = 3600.0  # The download of a model may take most of this time.
@@ -67,6 +77,8 @@ class Cluster:
         self._places: dict[ProcessSpec, int] = {}
         self._deaths: dict[ProcessSpec, int] = {}  # The number of deaths that the user was told about.
         self._shares: Shares
+        self._gateways: dict[str, Supervisor] = {}
+        """The gateway of each pool that has one. It runs on this machine, as a child of this process."""
         self._nodes_ever: set[ProcessSpec] = set()
         self._scaling = ""  # The change that the user was told about and that is not done yet.
         # A restarted router must derive the same seeds, so that clients can continue their requests.
@@ -92,6 +104,7 @@ class Cluster:
             if takes_turns(pools, gpus):
                 self._say(f"{TURNS}; {INSTEAD}")
         self._reconcile()
+        self._start_gateways()
 
     def _routers(self, pool: PoolSpec) -> _Pool:
         """Choose the machine of each router. Routers that listen on all addresses are spread over the machines,
@@ -101,6 +114,13 @@ class Cluster:
         hosts = tuple(spread[index % len(spread)] for index in range(pool.count(ROUTER)))
         reached = [host if self._is_spread else LOOPBACK for host in hosts]
         return _Pool(pool, tuple(router_address(pool, index, host) for index, host in enumerate(reached)), hosts)
+
+    def _start_gateways(self) -> None:
+        for pool in self._pools.values():
+            if http := pool.spec.http():
+                name = f"{pool.spec.name}.{GATEWAY}" if len(self._pools) > 1 else GATEWAY
+                argv = gateway_command(pool.spec, http, pool.addresses)
+                self._gateways[name] = Supervisor(name, argv, self._logs / f"{name}.log")
 
     def watch(self, signals: runtime.StopSignals) -> None:
         """Keep the wanted processes running until a stop signal arrives, and report what happens.
@@ -122,6 +142,7 @@ class Cluster:
                 answers = [(pool, _ask(pool)) for pool in self._pools.values()]
                 statuses = self._fleet.statuses()  # Asked after the routers, so a node that they know shows as running.
                 self._tell_processes(statuses)
+                self._tell_gateways()
                 for pool, heard in answers:
                     self._hear(pool, heard)
                 self._tell_start(statuses)
@@ -186,6 +207,13 @@ class Cluster:
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
+    def _tell_gateways(self) -> None:
+        for name, gateway in self._gateways.items():
+            status = gateway.status()
+            if status.state is ProcessState.FAILED:
+                raise UnavailableError(f"{name} {status.detail}\nlogs in {self._logs}")
+            self._say.change(name, f"process {status.pid}" if status.pid else f"{status.state.value}: {status.detail}")
+
     def _tell_start(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         """Report what each node that no router uses yet is doing, until all pools are ready."""
         if not self._is_ready:
@@ -224,6 +252,8 @@ class Cluster:
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
             with suppress(BrokenPipeError):
                 print(line if len(self._pools) == 1 else f"{line}, pool {pool.spec.name}", flush=True)
+                if http := pool.spec.http():
+                    print(f"http: {gateway_url(http)}/v1", flush=True)
             commands = "\n".join(f"  {command}" for command in next_steps(pool.spec, pool.addresses[0]))
             self._say(f"try, in another terminal:\n{commands}")
 
@@ -260,8 +290,21 @@ class Cluster:
             self._say(f"scaling {self._scaling}")
         self._spec = wanted
 
+    def _stop_gateways(self, signals: runtime.StopSignals) -> None:
+        asked, running = 0, dict(self._gateways)
+        while running:  # It ends, since each supervisor kills what does not end in time.
+            if asked < 1 + (signals.count > 1):
+                asked += 1
+                self._say(f"{'stopping' if asked == 1 else 'killing'} {', '.join(running)}")
+                for gateway in running.values():
+                    gateway.stop()
+            time.sleep(_POLL_S / 5)
+            running = {name: gateway for name, gateway in running.items() if gateway.status().may_run}
+
     def stop(self, signals: runtime.StopSignals) -> None:
-        """Stop the routers, which drain, and then the nodes. A second stop signal kills what is still running."""
+        """Stop the gateways and the routers, which drain, and then the nodes. A second stop signal kills what is still
+        running."""
+        self._stop_gateways(signals)
         for is_router in (True, False):
             ending = [member for member in self._fleet.running if member.is_router is is_router]
             asked = 0

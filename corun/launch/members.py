@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from corun.config.cluster_file import COLOCATED, ROLES, SIDES, ClusterSpec, PoolSpec
+from corun.config.cluster_file import COLOCATED, GATEWAY, ROLES, SIDES, ClusterSpec, PoolSpec
+from corun.config.fields import HttpConfig
 from corun.errors import InvalidArgumentError
+from corun.rpc.server import join_address
 
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"
@@ -86,6 +88,29 @@ def command(
     return [sys.executable, "-m", modules[member.role], *words, *(["--router", *routers] if routers else [])]
 
 
+def gateway_command(pool: PoolSpec, http: HttpConfig, routers: Sequence[str]) -> list[str]:
+    """Return the command line of the pool's gateway. routers: the host:port of each router."""
+    security = pool.security
+    flags = {
+        "router": ",".join(routers),
+        "host": http.host,
+        "port": http.port,
+        "https_cert": http.https_cert,
+        "https_key": http.https_key,
+        "tls_ca": security.tls_ca,
+        "tls_name": security.tls_name,
+        "tls_cert": security.tls_cert if security.tls_clients else "",
+        "tls_key": security.tls_key if security.tls_clients else "",
+        "token_file": security.cluster_token_file,
+    }
+    words = [word for name, value in flags.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "corun", GATEWAY, *words, *(["--insecure"] if security.insecure else [])]
+
+
+def gateway_url(http: HttpConfig) -> str:
+    return f"{'https' if http.https_cert else 'http'}://{join_address(http.host, http.port)}"
+
+
 def listens_anywhere(pool: PoolSpec) -> bool:
     """Return whether the pool's routers listen on all addresses of their machine, so that any machine suits them."""
     return pool.config(ROUTER).host in ("0.0.0.0", "::")
@@ -99,7 +124,7 @@ def router_address(pool: PoolSpec, index: int, own_host: str) -> str:
 
 
 def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
-    """Return the same cluster with real router ports: a free port replaces each 0.
+    """Return the same cluster with real ports of routers and gateways: a free port replaces each 0.
 
     Raises InvalidArgumentError for a port that cannot be listened on here.
     """
@@ -107,7 +132,10 @@ def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
     for pool in spec.pools:
         config = pool.config(ROUTER)
         port = free_ports(config.host, config.port, pool.count(ROUTER), pool.where(ROUTER, "port"))
-        pools.append(replace(pool, router={**pool.router, "port": port}))
+        gateway = pool.gateway
+        if gateway is not None and (http := pool.http()):
+            gateway = {**gateway, "port": free_ports(http.host, http.port, where=pool.where(GATEWAY, "port"))}
+        pools.append(replace(pool, router={**pool.router, "port": port}, gateway=gateway))
     return replace(spec, pools=tuple(pools))
 
 

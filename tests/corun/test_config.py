@@ -14,6 +14,7 @@ from corun.cli import main
 from corun.config.cluster_file import _TYPES, CONFIGS, ClusterSpec, PoolSpec, Security, _keys, path_settings, read, toml
 from corun.config.fields import (
     DecodeConfig,
+    HttpConfig,
     MemberConfig,
     NodeConfig,
     PrefillConfig,
@@ -148,7 +149,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, file: Path, monkeypatch:
 
 
 def test_every_path_is_known() -> None:
-    names = {known.name for cls in CONFIGS.values() for known in fields(cls)}
+    names = {known.name for cls in (*CONFIGS.values(), HttpConfig) for known in fields(cls)}
     like_a_path = {name for name in names if name.endswith(("_file", "_dir", "_cert", "_key", "_ca"))}
     assert like_a_path - {"seed_key"} == path_settings()
 
@@ -205,7 +206,8 @@ def test_a_pool_survives_its_way_through_a_file(file: Path) -> None:
         security=Security(tls_ca="/ca.pem", insecure=True),
     )
     both = replace(pool, colocated={"slots": 8}, replicas={"colocated": 2, "decode": 1})
-    for each in (pool, PoolSpec(common={"model": "m"}), both):
+    served = replace(pool, gateway={"port": 0, "https_cert": "/x.pem"})
+    for each in (pool, PoolSpec(common={"model": "m"}), both, served, replace(pool, gateway={})):
         file.write_text(toml(each), encoding="utf-8")
         found = read(file).pool()
         assert replace(found, source="", replicas=each.replicas) == each
@@ -222,6 +224,34 @@ def test_two_pools_share_no_port(file: Path) -> None:
         found.pool()
     with pytest.raises(InvalidArgumentError, match="pool = 'c': must be one of a, b"):
         found.pool("c")
+
+
+def test_a_pool_may_have_a_gateway(file: Path) -> None:
+    def of(words: str) -> ClusterSpec:
+        found = spec(file, f'[pools.main]\nmodel = "m"\n{words}')
+        found.check()
+        return found
+
+    assert of("").pool().http() is None
+    assert of("[pools.main.gateway]").pool().http() == HttpConfig()
+    found = of('[pools.main.gateway]\nhttps_cert = "x.pem"\nport = 0')
+    assert found.pool().http() == HttpConfig(https_cert=str(file.parent / "x.pem"), port=0)
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.main.gateway\] https_key = '': must be given"):
+        found.check_files()
+    for words, error in (
+        ("prot = 1", r"\[pools.main.gateway\] prot = 1: is not a key here; the nearest is port"),
+        ('port = "a"', r"\[pools.main.gateway\] port = 'a': must be an integer"),
+        ("port = 70000", r"\[pools.main.gateway\] port = 70000: must be an integer in"),
+        ("port = 50051", r"\[pools.main.gateway\] port = 50051: must leave 50051 to .*router"),
+        ('host = "0.0.0.0"', r"\[pools.main.gateway\] host = '0.0.0.0': is a public address"),
+        ("replicas = 2", r"\[pools.main.gateway\] replicas = 2: belongs in|is not a key here"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=error):
+            of(f"[pools.main.gateway]\n{words}")
+    of('[security]\ninsecure = true\n[pools.main.gateway]\nhost = "0.0.0.0"')
+    two = '[pools.a]\nmodel = "m"\n[pools.a.gateway]\n[pools.b]\nmodel = "m"\n[pools.b.router]\nport = 1\n'
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.b.gateway\] port = 8000: must leave 8000 to .*pools.a.ga"):
+        spec(file, f"{two}[pools.b.gateway]").check()
 
 
 def test_nodes_per_gpu(file: Path) -> None:

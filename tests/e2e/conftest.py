@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
+from corun.chat import TEMPLATE_FILE
 from corun.models import tiny
 from corun.types import KvReads, NodeRole, NodeState
 from corun_bench.children import Processes
@@ -26,6 +27,10 @@ SLOTS = 8
 CHUNK = 128
 START_TIMEOUT_S = 240.0
 VLLM_LABELS = '{engine="0",model_name='
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ALL_CHECKED = ("--kv-check-fraction", "1.0")
 """Every prompt's KV is compared by digest after its transfer."""
 
@@ -92,9 +97,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
     """Start a whole cluster in an unusual order: nodes first, router last.
 
-    The nodes' copies of the model lie at different paths.
+    The nodes' copies of the model lie at different paths, and have a chat template.
     """
-    model = str(tiny.ensure())
+    ours = tiny.ensure()
+    model = str(shutil.copytree(ours, logs / ours.name))
+    (Path(model) / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")
     copy = str(shutil.copytree(model, logs / "a copy of the model"))
     port = free_port()
     address = f"127.0.0.1:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from corun import DeadlineError, FinishReason, SamplingParams
+from corun.gateway.app import Gateway
+from corun.gateway.config import GatewayConfig
 from corun.processes import descendants
 from corun.types import NodeRole
 from tests.e2e.conftest import SLOTS, Cluster, ready
@@ -43,6 +46,32 @@ def test_streams_and_stops(cluster: Cluster) -> None:
     assert before.text == free.text[: free.text.index(stop)]
     assert until.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
     assert (before.finish_reason, until.finish_reason) == (FinishReason.STOP, FinishReason.STOP)
+
+
+async def test_streamed_chats_have_the_same_bits_alone_and_in_a_crowd(cluster: Cluster) -> None:
+    openai = pytest.importorskip("openai")
+    gateway = Gateway(GatewayConfig(port=0, router=cluster.address))
+    await gateway.start()
+
+    async def chat(client: Any, seed: int) -> tuple[str, list[tuple[str, str]]]:
+        asked = {"messages": [{"role": "user", "content": "Tell me of the old clock."}], "max_completion_tokens": 40}
+        stream = await client.chat.completions.create(model=name, seed=seed, stream=True, logprobs=True, **asked)
+        choices = [event.choices[0] async for event in stream]
+        assert choices[0].delta.role == "assistant"
+        found = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        text = "".join(choice.delta.content or "" for choice in choices)
+        return text, [(entry.token, entry.logprob.hex()) for entry in found]
+
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="EMPTY", max_retries=0) as client:
+            name = (await client.models.list()).data[0].id
+            alone = [await chat(client, seed) for seed in range(4)]
+            crowd = await asyncio.gather(*(chat(client, seed) for seed in range(2 * SLOTS)))
+    finally:
+        await gateway.stop()
+    assert crowd[:4] == alone
+    assert len({text for text, _ in crowd}) > SLOTS, "another seed gives another text"
+    assert all(logprobs for _, logprobs in crowd)
 
 
 def test_biases_and_penalties_move_what_is_drawn(cluster: Cluster) -> None:

@@ -40,6 +40,7 @@ WITHOUT_EFFECT: dict[str, list[Any]] = {
     "metadata": [{"a": "b"}],
     "safety_identifier": ["x"],
     "echo": [False, None],
+    "prompt_cache_key": ["x"],
     "best_of": [1, None],
     "suffix": ["", None],
     "use_beam_search": [False],

@@ -13,7 +13,7 @@ import pytest
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import STATUSES, body_of, response_of
-from corun.gateway.requests import _FIXED as FIXED_FIELDS
+from corun.gateway.requests import _FIXED_OF_COMPLETIONS as FIXED_FIELDS
 from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
 from tests.clusters import cluster
@@ -45,9 +45,10 @@ REFUSED: dict[str, list[Any]] = {
     "return_token_ids": [1],
     "return_tokens_as_token_ids": [1, "yes"],
     "echo": [0],
+    "add_special_tokens": [0],
     "best_of": [True],
     "tempreature": [0.5, None],
-    **{name: [["something else"]] for name in FIXED_FIELDS if name not in ("echo", "best_of")},
+    **{name: [["something else"]] for name in FIXED_FIELDS if name != "best_of"},
 }
 
 
@@ -108,12 +109,12 @@ async def test_what_http_refuses_is_json_too(model: str) -> None:
             assert (found, answer["error"]["code"]) == (status, status)
         assert answer["error"]["message"] == "POST /v1/models: this path takes GET,HEAD"
         assert (await http.get("/v1/completions"))[0] == 405
-        for path in ("/v1/responses", "/v1/chat/completions", "/", long):
+        for path in ("/v1/responses", "/v1/chat", "/", long):
             for status, answer in (await http.get(path), (await http.post({"input": "a"}, path=path))[:2]):
                 error = answer["error"]
                 assert (status, error["code"], error["type"]) == (404, 404, "not_found_error")
                 assert path[:50] in error["message"]
-                assert "but /health, /v1/completions, /v1/models, /v1/models/{name}, /version" in error["message"]
+                assert "but /detokenize, /health, /tokenize, /v1/chat/completions, " in error["message"]
                 assert len(error["message"]) < 300
 
 
@@ -200,7 +201,7 @@ async def test_a_bug_is_told_by_an_id_only(
         raise KeyError("an internal secret")
 
     async with cluster(model) as fake, serving(fake) as http:
-        monkeypatch.setattr("corun.gateway.completions.completion", broken)
+        monkeypatch.setattr("corun.gateway.responses.whole", broken)
         status, answer, _ = await http.post({"prompt": "a"})
         monkeypatch.setattr("corun.gateway.responses.Events.usage", broken)
         events = await http.stream(max_tokens=1)

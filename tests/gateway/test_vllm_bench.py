@@ -46,6 +46,7 @@ TIMEOUT_S = 240.0
 def model(tmp_path: Path) -> str:
     """A model whose tokenizer vLLM can load, too."""
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     return write_tokenizer(tmp_path)
 
 
@@ -91,6 +92,14 @@ async def test_vllm_bench_serve_measures_a_gateway(model: str, tmp_path: Path) -
     assert result["model_id"] == model
     # Each token but the first has a time of its own, unless tokens came together.
     assert all(0 < len(itls) <= 11 for itls in result["itls"])
+
+
+async def test_vllm_bench_serve_measures_chats(model: str, tmp_path: Path) -> None:
+    async with cluster(model, slots=32) as fake, serving(fake) as http:
+        options = {"--backend": "openai-chat", "--endpoint": "/v1/chat/completions"}
+        result, text = await bench(http.gateway.url, tmp_path, **options)
+    assert result["errors"] == [""] * 40, text
+    assert (result["completed"], result["failed"], result["output_lens"]) == (40, 0, [12] * 40)
 
 
 async def test_the_line_of_the_readme(model: str, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from corun.config.fields import RouterConfig
 from router.nodes.registry import Registry
-from tests.over_fakes import model, no_lost_errors, nodes_come_back_soon
+from tests.over_fakes import chat_model, model, no_lost_errors, nodes_come_back_soon
 
-__all__ = ["model", "no_lost_errors", "nodes_come_back_soon", "registry"]
+__all__ = ["chat_model", "model", "no_lost_errors", "nodes_come_back_soon", "registry"]
 
 
 @pytest.fixture

@@ -44,6 +44,8 @@ def test_every_flag_reaches_a_process() -> None:
             value: Any = "/x" if name in {"model", "audit_dir"} else object()
             pool = Up(**{name: value}).spec().pool()
             assert getattr(pool, part) == ({} if part != "common" else {"model": "tiny"}) | {name: value}
+    assert Up(http=0).spec().pool().gateway == {"port": 0}
+    assert Up().spec().pool().gateway is None
     assert Up(prefill=2, decode=3).spec().pool().replicas == {"prefill": 2, "decode": 3}
     assert Up(slots=8).spec().pool().colocated == {"slots": 8}, "for a later `corun scale colocated=1`"
     one = Up(colocated=1).spec().pool()
@@ -67,6 +69,7 @@ def file(tmp_path: Path) -> Path:
     path.write_text(
         '[pools.a]\nmodel = "org/model"\ntensor_parallel_size = 2\n[pools.a.router]\nreplicas = 2\nport = 7001\n'
         '[pools.b]\nmodel = "tiny"\nnodes_per_gpu = 4\n[pools.b.decode]\nslots = 9\nreplicas = 3\nport = 7101\n'
+        "[pools.b.gateway]\n"
     )
     return path
 
@@ -85,6 +88,7 @@ def test_check_says_what_would_run(
         ["b", "router", "1", "50051"],
         ["b", "prefill", "1", "tiny", "1", "4", "any"],
         ["b", "decode", "3", "tiny", "9", "1", "4", "7101-7103"],
+        ["b", "gateway", "1", "8000"],
         [],
         ["needs", "has"],
         ["memory", "1", "GiB", "2", "GiB", "free", "ok"],

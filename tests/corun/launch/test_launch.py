@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,7 +51,7 @@ UP = """
 import sys
 from corun.cli.up import Up
 from corun.launch import run
-sys.exit(run(Up(model=sys.argv[1], port=0, slots=8).spec(), log_dir=sys.argv[2]))
+sys.exit(run(Up(model=sys.argv[1], port=0, slots=8, http=0).spec(), log_dir=sys.argv[2]))
 """
 
 
@@ -107,6 +110,8 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
     for pid in (router_guard, *descendants(router_guard)):
         assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == Path("/proc/self/oom_score_adj").read_text()
+    cluster.wait_for(r"^http: http://127\.0\.0\.1:\d+/v1$")
+    wait_for(lambda: _version_at(cluster), "the gateway answers")
     log = cluster.logs / "decode-0.log"
     wait_for(lambda: "'--node-id', 'decode-0'" in log.read_text(), "the node says its arguments")
     assert "] False" in log.read_text()  # The seed key is the router's alone.
@@ -125,6 +130,15 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
         r"try, in another terminal:\n  corun generate 'Once upon a time' --seed 42 --router 127\.0\.0\.1:\d+$"
     )
     assert cluster.said(r"ended: every process has stopped; logs in \S+\n\Z")
+
+
+def _version_at(cluster: Launch) -> str:
+    """The version that the gateway tells; empty while it does not listen."""
+    address = re.search(r"^http: (\S+)/v1$", cluster.output.read_text(), re.MULTILINE)
+    assert address is not None
+    with suppress(OSError), urllib.request.urlopen(address[1] + "/version", timeout=10) as answer:
+        return str(json.load(answer)["version"])
+    return ""
 
 
 def test_nothing_outlives_a_killed_launch(launch: Callable[..., Launch]) -> None:

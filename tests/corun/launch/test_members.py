@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 
-from corun.config.cluster_file import ClusterSpec, PoolSpec, toml
-from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig, RouterConfig
+from corun import cli
+from corun.config.cluster_file import ClusterSpec, PoolSpec, Security, toml
+from corun.config.fields import ColocatedConfig, DecodeConfig, HttpConfig, PrefillConfig, RouterConfig
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
-from corun.launch.members import command, free_ports, members, router_address, with_free_ports
+from corun.gateway.config import GatewayConfig
+from corun.launch.members import (
+    command,
+    free_ports,
+    gateway_command,
+    gateway_url,
+    members,
+    router_address,
+    with_free_ports,
+)
 from corun.models import resolve_model, tiny
+from tests.secrets import Secrets
 
 POOL = PoolSpec(
     common={"model": "org/model", "dtype": "float32", "threads": 2},
@@ -80,6 +91,35 @@ def test_a_process_understands_its_command(pool: PoolSpec, name: str, module: st
     assert parse(type(config), argv[3:]) == config
     other = command(pool, member, file=file, host="10.0.0.2", modules={member.role: "tests.other"})
     assert other[2] == "tests.other"
+
+
+def test_a_gateway_understands_its_command(tmp_path: Path) -> None:
+    secrets = Secrets.make(tmp_path)
+    files = {name: secrets.path(kind) for name, kind in (("tls_ca", "ca.pem"), ("tls_cert", "member.pem"))}
+    security = Security(
+        **files, tls_key=secrets.path("member.key"), tls_clients=True, cluster_token_file=secrets.path("cluster.token")
+    )
+    pool = PoolSpec(common={"model": "m"}, gateway={"port": 7000}, security=security)
+    http = pool.http()
+    assert http is not None
+    argv = gateway_command(pool, http, ("a:1", "b:2"))
+    assert argv[:3] == [sys.executable, "-m", "corun"]
+    found = cli.parse(argv[3:])
+    assert isinstance(found, GatewayConfig)
+    found.check_files()
+    assert (found.port, found.addresses, found.insecure) == (7000, ("a:1", "b:2"), False)
+    assert (found.tls_ca, found.tls_cert) == (files["tls_ca"], files["tls_cert"])
+    assert found.own_token() == secrets.token("cluster")
+    plain = PoolSpec(common={"model": "m"}, gateway={"host": "::", "port": 1}, security=Security(insecure=True))
+    assert "--insecure" in gateway_command(plain, HttpConfig(host="::", port=1), ("a:1",))
+    assert gateway_url(HttpConfig(host="::1", port=1, https_cert="x")) == "https://[::1]:1"
+
+
+def test_a_gateway_gets_a_free_port() -> None:
+    pool = PoolSpec(common={"model": "m"}, router={"port": 0}, gateway={"port": 0})
+    found = with_free_ports(ClusterSpec(pools=(pool,))).pool().http()
+    assert found is not None
+    assert found.port > 0
 
 
 def test_routers_know_a_colocated_process_as_two_nodes() -> None:

@@ -1,0 +1,89 @@
+"""The answer to a chat as JSON, as a whole or as the events of a stream, in the shape of OpenAI's API as vLLM has it.
+
+What differs from a completion is here; what is common to both is in `responses`. This module must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from corun.completion import Chunk, Generation, Sample
+from corun.gateway.requests import CompletionRequest
+from corun.gateway.responses import (
+    LEAST_LOGPROB,
+    Events,
+    Sent,
+    Shape,
+    begin,
+    dumped,
+    names_of,
+    own,
+    quoted,
+    usage,
+    whole,
+)
+
+
+def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
+    """Return the fields with which every part of one response begins."""
+    return begin(f"chatcmpl-{asked.request_id}", "chat.completion.chunk" if asked.stream else "chat.completion", model)
+
+
+def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return the whole response."""
+    (generation,) = generations
+    choices = [_choice(asked, sample) for sample in generation.samples]
+    prompt = {"prompt_token_ids": list(generation.prompt_token_ids)} if asked.return_token_ids else {}
+    return whole(head, choices, generations) | prompt
+
+
+class ChatEvents(Events):
+    """The events of one streamed answer. Each choice begins with the role, before its first text."""
+
+    def _event(self, number: int, prompt: Sequence[int], choice: Sent, chunk: Chunk) -> str:
+        if choice.begun:
+            return super()._event(number, prompt, choice, chunk)
+        delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        ids = f',"prompt_token_ids":{dumped(list(prompt))}' if self._asked.return_token_ids else ""
+        counted = f',"usage":{dumped(usage(len(prompt), 0))}' if self._asked.continuous_usage else ""
+        role = f"{self._begin}{number},{delta}}}]{ids}{counted}}}\n\n"
+        return role + super()._event(number, prompt, choice, chunk)
+
+    def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
+        return f'"delta":{{"content":{quoted(chunk.text)}}}'
+
+    def _ids(self, choice: Sent, prompt: Sequence[int], chunk: Chunk) -> str:
+        return f',"token_ids":[{",".join(map(str, chunk.token_ids))}]'
+
+    def _logprobs(self, chunk: Chunk, texts: Sequence[str], begin: int) -> str:
+        return _logprobs(chunk, texts, as_ids=self._asked.tokens_as_ids)
+
+
+CHAT = Shape(head=head, completion=completion, events=ChatEvents)
+
+
+def _choice(asked: CompletionRequest, sample: Sample) -> dict[str, Any]:
+    logprobs = None
+    if asked.params.logprobs:
+        logprobs = json.loads(_logprobs(sample, sample.token_texts, as_ids=asked.tokens_as_ids))
+    choice = {
+        "index": sample.index,
+        "message": {"role": "assistant", "content": sample.text},
+        "logprobs": logprobs,
+        "finish_reason": sample.finish_reason.value,
+    }
+    ids = {"token_ids": list(sample.token_ids)} if asked.return_token_ids else {}
+    return {**choice, **ids, "corun": own(sample)}
+
+
+def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> str:
+    """Return the log probabilities as JSON. Only the sampled tokens have one, so there are no `top_logprobs`."""
+    names = names_of(output, texts, as_ids=as_ids)
+    values = (repr(max(logprob, LEAST_LOGPROB)) for logprob in output.logprobs)  # repr keeps every fp32 bit.
+    entries = (
+        f'{{"token":{name},"logprob":{value},"bytes":{list(text.encode())},"top_logprobs":[]}}'
+        for name, value, text in zip(names, values, texts, strict=True)
+    )
+    return f'{{"content":[{",".join(entries)}]}}'

@@ -1,0 +1,205 @@
+"""Read the requests about chats and tokens: /v1/chat/completions, /tokenize and /detokenize.
+
+A chat is read in two steps: its fields at once, and its prompt when the model's template has rendered it. This module
+must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from corun.chat import OWN, ChatTemplate
+from corun.errors import InvalidArgumentError, Shown
+from corun.gateway.errors import SAMPLING, naming
+from corun.gateway.requests import (
+    COMMON,
+    FIXED,
+    CompletionRequest,
+    Fixed,
+    check_known,
+    flag,
+    read_common,
+    read_json,
+    read_params,
+    text,
+)
+from corun.params import check_text, check_token_ids
+from corun.types import TemplateSource
+
+_TEMPLATE = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
+_OF_CHATS = (*_TEMPLATE, "tool_choice", "top_logprobs", "max_completion_tokens")
+_FIXED_TEMPLATE: Fixed = {
+    "chat_template": ((), "must be null: a chat is rendered by the model's own template"),
+    "continue_final_message": ((False,), "must be false: send a prompt to /v1/completions to go on with a text"),
+    "add_special_tokens": ((False,), "must be false: the model's chat template writes them"),
+    "mm_processor_kwargs": ((), "must be null: the model is given text only"),
+}
+_FIXED_OF_CHATS: Fixed = {
+    **FIXED,
+    **_FIXED_TEMPLATE,
+    "echo": ((False,), "must be false: messages are not sent back"),
+    "documents": ((), "must be null: not supported"),
+    "modalities": ((["text"],), 'must be ["text"]'),
+    "audio": ((), "must be null: the model writes text only"),
+    "prediction": ((), "must be null: not supported"),
+    "moderation": ((), "must be null: not supported"),
+    "prompt_cache_options": ((), "must be null: the cluster shares prompts by itself"),
+    "reasoning_effort": ((), "must be null; chat_template_kwargs sets the variables of the model's chat template"),
+    "include_reasoning": ((True,), "must be true: reasoning is part of the text"),
+    "verbosity": ((), "must be null: not supported"),
+    "web_search_options": ((), "must be null: not supported"),
+    "store": ((False,), "must be false: nothing is stored"),
+    "service_tier": (("auto", "default"), 'must be "auto" or "default"; see priority'),
+    "parallel_tool_calls": ((True, False), "must be true or false"),
+    "functions": (([],), "must be null: see tools"),
+    "function_call": (("none",), 'must be "none": see tools'),
+    "media_io_kwargs": ((), "must be null: the model is given text only"),
+    "return_prompt_text": ((False,), "must be false: /tokenize gives the prompt's tokens"),
+    "return_metrics": ((False,), "must be false: not supported"),
+}
+_NO_LIMIT = 2**31 - 1
+"""The output tokens of a chat that names no limit, until its prompt is known."""
+
+
+_compiled = functools.lru_cache(maxsize=8)(ChatTemplate)
+"""Compiles a template once, for as long as the routers tell the same one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """Messages, and how the template makes a prompt of them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the template's own variables."""
+
+    def render(self, source: TemplateSource, max_bytes: int) -> str:
+        """Return the prompt. Raises InvalidArgumentError if it is refused, or has more than `max_bytes` bytes."""
+        prompt = _compiled(source).render(self.messages, self.tools, self.add_generation_prompt, **self.variables)
+        if (size := len(check_text("messages", prompt).encode())) > max_bytes:
+            limit = f"must be at most {max_bytes} bytes when they are rendered"
+            raise InvalidArgumentError("messages", Shown(f"{size} bytes"), limit)
+        return prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """A request for the answer to a chat."""
+
+    chat: Chat
+    asked: CompletionRequest
+    """The request without its prompt."""
+    has_limit: bool
+    """Whether the request limits the output tokens."""
+
+    def with_prompt(self, prompt: Sequence[int], max_model_len: int, chat_max_tokens: int) -> CompletionRequest:
+        """Return the request for the prompt that the chat has become.
+
+        chat_max_tokens: the output tokens of a chat that names no limit, if the model's length leaves so many.
+        """
+        params = self.asked.params
+        if not self.has_limit:
+            params = replace(params, max_tokens=min(chat_max_tokens, max_model_len - len(prompt)))
+        return replace(self.asked, prompts=(prompt,), params=params)
+
+
+def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequest:
+    """Read a request for /v1/chat/completions. Errors and arguments are those of `read_request`."""
+    fields = read_json(body)
+    check_known(fields, (*COMMON, *_OF_CHATS), _FIXED_OF_CHATS)
+    _check_tool_choice(fields)
+    name, max_tokens = _max_tokens(fields)
+    limit = _NO_LIMIT if max_tokens is None else max_tokens
+    with naming(SAMPLING + "max_tokens", name):
+        params = read_params(fields, logprobs=_logprobs(fields), max_tokens=limit)
+    names = {"prompt": "messages", "max_tokens": name}
+    return ChatRequest(
+        chat=_chat(fields),
+        asked=replace(read_common(fields, params, request_id), names=names),
+        has_limit=max_tokens is not None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizeRequest:
+    """A request for the tokens of a text or of a chat."""
+
+    model: str | None
+    prompt: str | Chat
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+def read_tokenize(body: bytes) -> TokenizeRequest:
+    """Read a request for /tokenize. Raises InvalidArgumentError, which names the field."""
+    fields = read_json(body)
+    is_chat, both = "messages" in fields, ("model", "return_token_strs")
+    if is_chat:
+        check_known(fields, (*_TEMPLATE, *both), _FIXED_TEMPLATE)
+    else:
+        check_known(fields, ("prompt", "add_special_tokens", *both), {})
+    return TokenizeRequest(
+        model=text(fields, "model"),
+        prompt=_chat(fields) if is_chat else check_text("prompt", fields.get("prompt", "")),
+        add_special_tokens=flag(fields, "add_special_tokens", default=not is_chat),
+        return_token_strs=flag(fields, "return_token_strs"),
+    )
+
+
+def read_detokenize(body: bytes) -> tuple[str | None, tuple[int, ...]]:
+    """Read a request for /detokenize: the model's name, and the token ids. Raises InvalidArgumentError."""
+    fields = read_json(body)
+    check_known(fields, ("model", "tokens"), {})
+    return text(fields, "model"), check_token_ids(fields.get("tokens", ()), 2**32, "tokens")
+
+
+def _chat(fields: Mapping[str, Any]) -> Chat:
+    variables = fields.get("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, dict):
+        raise InvalidArgumentError("chat_template_kwargs", variables, "must be an object of the template's variables")
+    for name, value in (variables or {}).items():
+        if name in OWN:
+            raise InvalidArgumentError(f"chat_template_kwargs.{name}", value, "must not be among them: it is not free")
+    return Chat(
+        messages=fields.get("messages", ()),
+        tools=_tools(fields.get("tools")),
+        add_generation_prompt=flag(fields, "add_generation_prompt", default=True),
+        variables=variables or {},
+    )
+
+
+def _tools(value: Any) -> Sequence[Mapping[str, Any]] | None:
+    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise InvalidArgumentError("tools", value, "must be a list of objects")
+    return value or None
+
+
+def _check_tool_choice(fields: Mapping[str, Any]) -> None:
+    choice, tools = fields.get("tool_choice"), fields.get("tools")
+    if choice not in (None, "none"):
+        raise InvalidArgumentError("tool_choice", choice, 'must be "none": tool calls are not read out of the text')
+    if tools and choice is None:
+        limit = 'must be null, unless tool_choice is "none": tool calls are not read out of the text'
+        raise InvalidArgumentError("tools", tools, limit)
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the limit on output tokens, None if there is none, with the name that it has in the request."""
+    new, old = fields.get("max_completion_tokens"), fields.get("max_tokens")
+    if new is None:
+        return "max_tokens", old
+    if old not in (None, new):
+        raise InvalidArgumentError("max_tokens", old, f"must be null, or max_completion_tokens, {new!r}")
+    return "max_completion_tokens", new
+
+
+def _logprobs(fields: Mapping[str, Any]) -> bool:
+    top = fields.get("top_logprobs")
+    if top is not None and (type(top) is not int or top != 0):
+        raise InvalidArgumentError("top_logprobs", top, "must be 0: only the sampled token's log probability is kept")
+    return flag(fields, "logprobs")

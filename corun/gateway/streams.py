@@ -1,0 +1,104 @@
+"""Streams of a request: the cluster's chunks of several prompts as one stream, and the events that a client takes.
+
+This module must not know what is in an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from corun.completion import Chunk
+
+MAX_BUFFERED = 32 * 1024
+"""The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB."""
+QUEUED_CHUNKS = 64
+"""The most chunks of several prompts that wait to be written."""
+
+Chunks = AsyncGenerator[Chunk, None]
+Numbered = AsyncGenerator[tuple[int, Chunk], None]
+
+
+class EventStream:
+    """A response that is sent event by event. Its status is sent with the first event."""
+
+    def __init__(self, request: web.Request, timeout_s: float) -> None:
+        self._request = request
+        self._timeout_s = timeout_s
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._response is not None
+
+    async def send(self, text: str) -> None:
+        """Send events. Raises ConnectionError if the client is gone, or reads nothing for too long."""
+        response, data = self._response or await self._begin(), text.encode()
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() + len(data) > MAX_BUFFERED:
+            await self._in_time(response.write(data))
+        else:
+            await response.write(data)
+
+    async def end(self, text: str) -> web.StreamResponse:
+        """Send the last events and end the response."""
+        await self.send(text)
+        assert self._response is not None
+        await self._in_time(self._response.write_eof())
+        return self._response
+
+    async def _begin(self) -> web.StreamResponse:
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(self._request)
+        self._response = response
+        return response
+
+    async def _in_time(self, writing: Coroutine[Any, Any, None]) -> None:
+        try:
+            await asyncio.wait_for(writing, self._timeout_s)
+        except asyncio.TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client takes nothing") from None
+
+
+async def merged(streams: Sequence[Chunks]) -> Numbered:
+    """Yield the chunks of several streams as they come, each with the number of its stream. The first error ends all
+    streams."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for chunk in only:
+                yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(QUEUED_CHUNKS)
+    tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:  # Each stream ends, at the latest by its own deadline.
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(index: int, stream: Chunks, queue: asyncio.Queue[tuple[int, Chunk | Exception | None]]) -> None:
+    end: Exception | None = None
+    try:
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                await queue.put((index, chunk))
+    except Exception as error:
+        end = error
+    await queue.put((index, end))

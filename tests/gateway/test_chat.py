@@ -1,0 +1,393 @@
+"""Chats over HTTP, with a real router over fake nodes: the model's template, every field, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun.chat import ChatTemplate
+from corun.client.client import AsyncClient
+from corun.gateway.chats import _FIXED_OF_CHATS
+from corun.params import SamplingParams
+from corun.receipt import prompt_digest
+from corun.seeds import sample_seed
+from corun.testing.engines import MAX_MODEL_LEN, expected
+from router.text import Tokenizer
+from tests.clusters import FakeCluster, cluster
+from tests.gateway.serving import Http, check_choice, read_events, serving
+from tests.gateway.test_completions import slow, texts_of
+from tests.over_fakes import SPECIAL
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi \N{GRINNING FACE}"}]
+CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+IDS = {"return_token_ids": True, "logprobs": True}
+
+
+def tokens(model: str, messages: Any = MESSAGES, **kwargs: Any) -> tuple[int, ...]:
+    """The prompt of a chat, made without a gateway."""
+    text = ChatTemplate.from_folder(model).render(messages, **kwargs)
+    return Tokenizer.load(model).encode(text, special=False)
+
+
+async def chat(http: Http, **fields: Any) -> Any:
+    status, answer, _ = await http.post({"messages": MESSAGES, **fields}, CHAT)
+    assert status == 200, answer
+    return answer
+
+
+async def stream(http: Http, **fields: Any) -> list[Any]:
+    body = {"messages": MESSAGES, "stream": True, **fields}
+    async with http.session.post(http.gateway.url + CHAT, json=body) as response:
+        text = await response.text()
+        assert (response.status, response.content_type) == (200, "text/event-stream"), text
+    return read_events(text)
+
+
+def joined(events: list[Any], index: int = 0) -> Any:
+    """The choice that the events of a stream add up to."""
+    parts = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    first, *rest = parts
+    assert first["delta"] == {"role": "assistant", "content": ""}, "the role comes first"
+    assert all(set(part["delta"]) == {"content"} for part in rest)
+    assert all(part["finish_reason"] is None for part in parts[:-1])
+    logprobs = [entry for part in rest for entry in (part["logprobs"] or {"content": []})["content"]]
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": "".join(part["delta"]["content"] for part in parts)},
+        "logprobs": {"content": logprobs} if rest[0]["logprobs"] else None,
+        "finish_reason": parts[-1]["finish_reason"],
+        "token_ids": [token_id for part in rest for token_id in part["token_ids"]],
+        "corun": parts[-1]["corun"],
+    }
+
+
+@pytest.mark.parametrize("paced", [False, True], ids=["at once", "each"])
+async def test_whole_stream_and_sdk_give_the_same_bits(chat_model: str, paced: bool) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.7, n=3, logprobs=True)
+    fields = {"max_tokens": 12, "temperature": 0.7, "n": 3, "seed": 41, **IDS}
+    prompt = tokens(chat_model)
+    async with cluster(chat_model) as fake, serving(fake) as http, AsyncClient(fake.address) as client:
+        if paced:
+            slow(fake)
+        sdk = await client.generate(prompt, params, seed=41)
+        whole = await chat(http, **fields)
+        events = await stream(http, **fields)
+    assert prompt.count(SPECIAL["<s>"]) == 1, "the template's own first token, and no other"
+    assert whole["prompt_token_ids"] == events[0]["prompt_token_ids"] == list(prompt)
+    for sample in sdk.samples:
+        choice, streamed = whole["choices"][sample.index], joined(events, sample.index)
+        check_choice(choice, params, sample_seed(41, sample.index), prompt, whole=False)
+        assert choice["message"] == {"role": "assistant", "content": sample.text}
+        assert choice["token_ids"] == list(sample.token_ids)
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == list(sample.logprobs)
+        assert choice["corun"]["receipt"]["output_digest"] == sample.receipt.output_digest
+        for varies in (choice, streamed):  # The nodes' generations are equal; the request ids are not.
+            del varies["corun"]["receipt"]["request_id"]
+        assert streamed == choice
+    count = sum(len(sample.token_ids) for sample in sdk.samples)
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+    assert whole["usage"] == usage
+    assert whole["system_fingerprint"] == events[-1]["system_fingerprint"] == sdk.receipt.fingerprint
+
+
+async def test_the_shape_of_answers_and_streams(chat_model: str) -> None:
+    usages = {"include_usage": True, "continuous_usage_stats": True}
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        answer = await chat(http, max_tokens=2, request_id="mine", seed=1)
+        slow(fake)
+        *chunks, usage = await stream(http, max_tokens=4, seed=1, stream_options={"include_usage": True})
+        counted = await stream(http, max_tokens=4, seed=1, stream_options=usages)
+    begin = {"id", "object", "created", "model", "choices"}
+    assert set(answer) == {*begin, "usage", "system_fingerprint"}
+    assert (answer["id"], answer["object"], answer["model"]) == (
+        "chatcmpl-mine",
+        "chat.completion",
+        Path(chat_model).name,
+    )
+    assert set(answer["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "corun"}
+    assert answer["choices"][0]["logprobs"] is None
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert len(chunks) == 5, "the role, and an event a token; the last token and the end are one"
+    for number, event in enumerate(chunks):
+        own = {"corun"} if number in (1, 4) else set()
+        assert set(event["choices"][0]) == {"index", "delta", "logprobs", "finish_reason", *own}
+        assert set(event) == begin | ({"system_fingerprint"} if number == 4 else set())
+        assert event["object"] == "chat.completion.chunk"
+    size = len(tokens(chat_model))
+    assert usage["choices"] == []
+    assert usage["usage"] == {"prompt_tokens": size, "total_tokens": size + 4, "completion_tokens": 4}
+    assert [event["usage"]["completion_tokens"] for event in counted] == [0, 1, 2, 3, 4, 4]
+
+
+async def test_log_probabilities_have_openais_shape(chat_model: str) -> None:
+    ids, values, _ = expected(tokens(chat_model), SamplingParams(max_tokens=4), 3)
+    texts = texts_of(chat_model, ids)
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        for as_ids in (False, True):
+            fields = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": as_ids}
+            answer = await chat(http, max_tokens=4, seed=3, **fields)
+            names = [f"token_id:{token_id}" for token_id in ids] if as_ids else texts
+            assert answer["choices"][0]["logprobs"] == {
+                "content": [
+                    {"token": name, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                    for name, value, text in zip(names, values, texts, strict=True)
+                ]
+            }
+
+
+FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "temperature": (0.5, {"temperature": 0.5}),
+    "top_p": (0.25, {"top_p": 0.25}),
+    "top_k": (-1, {"top_k": 0}),
+    "min_p": (0.125, {"min_p": 0.125}),
+    "max_completion_tokens": (6, {"max_tokens": 6}),
+    "min_tokens": (2, {"min_tokens": 2}),
+    "stop": (["\x01\x02", "\x03\x04"], {"stop": ("\x01\x02", "\x03\x04")}),
+    "stop_token_ids": ([3, 4], {"stop_token_ids": (3, 4)}),
+    "ignore_eos": (True, {"ignore_eos": True}),
+    "presence_penalty": (0.5, {"presence_penalty": 0.5}),
+    "frequency_penalty": (-1, {"frequency_penalty": -1.0}),
+    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
+    "logit_bias": ({"5": 1.5, "6": -2}, {"logit_bias": {5: 1.5, 6: -2.0}}),
+}
+WITHOUT_EFFECT: dict[str, list[Any]] = {
+    "user": ["somebody"],
+    "metadata": [{"a": "b"}],
+    "store": [False, None],
+    "service_tier": ["auto", "default"],
+    "modalities": [["text"]],
+    "parallel_tool_calls": [True, False],
+    "tools": [None, []],
+    "tool_choice": [None, "none"],
+    "response_format": [{"type": "text"}],
+    "logprobs": [None, False, True],
+    "top_logprobs": [0, None],
+    "add_generation_prompt": [True, None],
+    "chat_template_kwargs": [None, {}, {"think": False}],
+    "max_tokens": [6, None],
+    "priority": [0, "high"],
+}
+
+
+async def test_every_field_reaches_the_sampler_or_has_no_effect(chat_model: str) -> None:
+    prompt = tokens(chat_model)
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        for name, (value, meaning) in FIELDS.items():
+            params = SamplingParams(**{"max_tokens": 6, **meaning})
+            answer = await chat(http, **{"max_tokens": 6, "seed": 9, **IDS, name: value})
+            assert answer["choices"][0]["token_ids"] == expected(prompt, params, 9)[0], name
+        plain = await chat(http, seed=9, max_completion_tokens=6, request_id="r", return_token_ids=True)
+        for name, values in WITHOUT_EFFECT.items():
+            for value in values:
+                fields = {"seed": 9, "max_completion_tokens": 6, "return_token_ids": True, name: value}
+                answer = await chat(http, **fields)
+                assert answer["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"], (name, value)
+                assert answer["usage"] == plain["usage"], (name, value)
+
+
+async def test_the_template_gets_what_the_request_says(chat_model: str) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    tool_call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [tool_call]}]
+    special = [{"role": "user", "content": "<s><|im_end|>"}]
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+        ({"messages": parts}, tokens(chat_model, [{"role": "user", "content": "a\nb"}])),
+        ({"messages": talk, "add_generation_prompt": False}, tokens(chat_model, talk, add_generation_prompt=False)),
+        ({"tools": [TOOL], "tool_choice": "none"}, tokens(chat_model, tools=[TOOL])),
+        ({"chat_template_kwargs": {"think": True}}, tokens(chat_model, think=True)),
+        ({"messages": special}, tokens(chat_model, special)),
+    ]
+    assert len({prompt for _, prompt in cases}) == len(cases)
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        for fields, prompt in cases:
+            answer = await chat(http, max_tokens=1, return_token_ids=True, **fields)
+            assert answer["prompt_token_ids"] == list(prompt)
+            assert answer["choices"][0]["corun"]["receipt"]["prompt_digest"] == prompt_digest(prompt)
+
+
+async def test_a_chat_that_names_no_limit_may_be_long(chat_model: str) -> None:
+    room = MAX_MODEL_LEN - len(tokens(chat_model))
+    async with cluster(chat_model) as fake, serving(fake) as http, serving(fake, chat_max_tokens=20) as short:
+        assert (await chat(http, ignore_eos=True))["usage"]["completion_tokens"] == room
+        assert (await chat(short, ignore_eos=True))["usage"]["completion_tokens"] == 20
+        assert (await chat(short, ignore_eos=True, max_tokens=30))["usage"]["completion_tokens"] == 30
+
+
+REFUSED: dict[str, list[Any]] = {
+    "messages": [None, [], "a", ["a"], [{"role": "user", "content": "x" * 600}], [{"role": "user"}]],
+    "messages[0].content[0].type": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]],
+    "tools": [[TOOL], "f", [1]],
+    "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
+    "top_logprobs": [1, -1, True, "1"],
+    "logprobs": [1, "yes"],
+    "max_completion_tokens": [0, "many", 600],
+    "max_tokens": [0, 600, 2**31 - 1, 10**30],
+    "min_tokens": [600],
+    "chat_template_kwargs": [1, {"no_such_variable": 1}, {"messages": []}, {"self": 1}],
+    "add_generation_prompt": [1],
+    "temperature": [-1, 2.5],
+    "n": [0, 1000],
+    "seed": [-1, "1"],
+    "stop": [5],
+    "logit_bias": [{"300": 1}],
+    "stream": [1],
+    "prompt": ["a"],
+    "best_of": [1],
+    "messagse": [[]],
+    "store": [True],
+    **{name: [["something else"]] for name in _FIXED_OF_CHATS},
+}
+
+
+async def test_what_cannot_be_done_is_refused_by_name(chat_model: str) -> None:
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        for field, values in REFUSED.items():
+            name = field.partition("[")[0]
+            for value in values:
+                for streamed in (False, True):
+                    status, answer, _ = await http.post({"messages": MESSAGES, "stream": streamed, name: value}, CHAT)
+                    error = answer["error"]
+                    assert (status, error["type"]) == (400, "invalid_request_error"), (field, value, answer)
+                    assert error["param"].startswith(field), (field, value, answer)
+                    assert error["message"] == f"{error['param']} = {error['value']}: {error['limit']}"
+        both = {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6}
+        assert (await http.post(both, CHAT))[1]["error"]["param"] == "max_tokens"
+        assert (await http.post({"messages": MESSAGES, "model": "other"}, CHAT))[0] == 404
+
+
+async def test_a_model_without_a_template_takes_prompts_only(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        status, answer, _ = await http.post({"messages": MESSAGES}, CHAT)
+        assert (status, answer["error"]["param"]) == (400, "chat_template")
+        assert "must have a chat template" in answer["error"]["message"]
+        assert (await http.post({"prompt": "a", "max_tokens": 1}))[0] == 200
+
+
+async def test_openais_own_client_chats(chat_model: str) -> None:
+    openai = pytest.importorskip("openai")
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_completion_tokens": 8, "seed": 3, "logprobs": True}
+
+    until: dict[str, Any] = {"extra_body": {"stop_token_ids": list(range(64))}}
+
+    def blocking(url: str) -> tuple[Any, list[Any]]:
+        with openai.OpenAI(base_url=url + "/v1", api_key="EMPTY", max_retries=0) as client:
+            name = client.models.list().data[0].id
+            return client.chat.completions.create(model=name, **asked), list(
+                client.chat.completions.create(model=name, stream=True, stream_options={"include_usage": True}, **asked)
+            )
+
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        whole, events = await asyncio.to_thread(blocking, http.gateway.url)
+        async with openai.AsyncOpenAI(base_url=http.gateway.url + "/v1", api_key="EMPTY", max_retries=0) as client:
+            name = whole.model
+            again = await client.chat.completions.create(model=name, **asked)
+            parts = [event async for event in await client.chat.completions.create(model=name, stream=True, **asked)]
+            async with client.chat.completions.stream(model=name, **asked, **until) as manager:
+                final = await manager.get_final_completion()
+            stopped = await client.chat.completions.create(model=name, **asked, **until)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model=name, **{**asked, "top_logprobs": 5})
+    message = whole.choices[0].message
+    assert (message.role, whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("assistant", "length", 8)
+    assert again.choices[0].message.content == message.content
+    assert final.choices[0].message.content == stopped.choices[0].message.content
+    assert (final.choices[0].finish_reason, stopped.choices[0].finish_reason) == ("stop", "stop")
+    for chunks in (events, parts):
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        assert choices[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in choices) == message.content
+        found = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert found == whole.choices[0].logprobs.content
+    assert events[-1].usage == whole.usage
+    assert whole.system_fingerprint == again.system_fingerprint
+    assert refused.value.param == "top_logprobs"
+    assert "must be 0" in refused.value.message
+
+
+async def test_a_client_that_leaves_ends_its_chat(chat_model: str) -> None:
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        for streamed in (True, False):
+            body = {"messages": MESSAGES, "ignore_eos": True, "stream": streamed}
+            task = asyncio.ensure_future(http.post(body, CHAT))
+            await fake.until(lambda: _leases(fake) >= 1)
+            task.cancel()
+            await asyncio.wait((task,))
+            await fake.idle()
+            await fake.until(lambda: http.gateway.activity.running == 0)
+
+
+def _leases(fake: FakeCluster) -> int:
+    return sum(node.leases for node in fake.nodes)
+
+
+async def test_text_becomes_tokens_and_text_again(chat_model: str) -> None:
+    text = "<|im_start|>a \N{GRINNING FACE}"
+    plain = Tokenizer.load(chat_model).encode(text, special=False)
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+        ({"prompt": text}, (SPECIAL["<s>"], *plain)),
+        ({"prompt": text, "add_special_tokens": False}, plain),
+        ({"messages": MESSAGES}, tokens(chat_model)),
+        ({"messages": MESSAGES, "add_generation_prompt": False}, tokens(chat_model, add_generation_prompt=False)),
+    ]
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        for fields, ids in cases:
+            status, answer, _ = await http.post(fields, "/tokenize")
+            wanted = {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": list(ids), "token_strs": None}
+            assert (status, answer) == (200, wanted)
+        _, answer, _ = await http.post({"prompt": text, "return_token_strs": True}, "/tokenize")
+        assert answer["token_strs"][:3] == ["<s>", "<|im_start|>", "a"]
+        status, answer, _ = await http.post({"tokens": plain, "model": Path(chat_model).name}, "/detokenize")
+        assert (status, answer) == (200, {"prompt": text})
+        for path, body, field in (
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": 5}, "prompt"),
+            ("/tokenize", {"prompt": "x" * 600}, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+            ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+            ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+            ("/detokenize", {}, "tokens"),
+            ("/detokenize", {"tokens": [1, 256]}, "tokens[1]"),
+            ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+            ("/detokenize", {"tokens": "a"}, "tokens"),
+            ("/detokenize", {"tokens": [1] * 600}, "tokens"),
+            ("/detokenize", {"tokens": [1], "prompt": "a"}, "prompt"),
+        ):
+            status, answer, _ = await http.post(body, path)
+            assert (status, answer["error"]["param"].partition(".")[0]) == (400, field), (body, answer)
+        assert (await http.post({"prompt": "a", "model": "other"}, "/tokenize"))[0] == 404
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_completion_can_begin_with_its_prompt(chat_model: str, streamed: bool) -> None:
+    text = "<|im_start|>a"
+    ids = list(Tokenizer.load(chat_model).encode(text, special=False))
+    fields = {"prompt": [ids, "b"], "max_tokens": 5, "seed": 4, "n": 2}
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        plain = await http.complete(**fields)
+        if streamed:
+            events = await http.stream(**fields, echo=True)
+            found = ["" for _ in range(4)]
+            for event in events:
+                for choice in event["choices"]:
+                    found[choice["index"]] += choice["text"]
+        else:
+            found = [choice["text"] for choice in (await http.complete(**fields, echo=True))["choices"]]
+        status, answer, _ = await http.post({"prompt": "a", "echo": True, "logprobs": 0})
+        assert (status, answer["error"]["param"]) == (400, "echo")
+        status, answer, _ = await http.post({"prompt": ["a", [999]], "echo": True})
+        assert (status, answer["error"]["param"]) == (400, "prompt[1].token_ids[0]")
+    texts = [choice["text"] for choice in plain["choices"]]
+    assert found == [text + texts[0], text + texts[1], "b" + texts[2], "b" + texts[3]]
+
+
+async def test_prompts_of_text_may_go_without_special_tokens(chat_model: str) -> None:
+    async with cluster(chat_model) as fake, serving(fake) as http:
+        fields = {"prompt": ["a", "<s>b"], "max_tokens": 1, "return_token_ids": True}
+        for special in (True, False):
+            answer = await http.complete(**fields, add_special_tokens=special)
+            prompts = [choice["prompt_token_ids"] for choice in answer["choices"]]
+            assert [prompt.count(SPECIAL["<s>"]) for prompt in prompts] == ([1, 2] if special else [0, 1])
