@@ -20,7 +20,8 @@ from corun.models.indexes import indexes
 
 TIMEOUT_S = (10.0, 60.0)
 """The longest time to connect, and the longest silence of a server."""
-_PIECE = 2**18
+PIECE = 2**14
+"""The bytes that are written at once. At most so many are lost, and fetched again, when a connection breaks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,7 @@ def _continue(session: requests.Session, url: str, part: Path, wanted: Pinned, t
         is_rest = answer.headers.get("Content-Range", "").startswith(f"bytes {there}-")
         there = there if is_rest else 0
         with part.open("ab" if is_rest else "wb") as file:
-            for piece in answer.iter_content(_PIECE):
+            for piece in answer.iter_content(PIECE):
                 there += len(piece)
                 if there > wanted.size:
                     raise _NotThereError(f"what it gives has more than {wanted.size} bytes")
