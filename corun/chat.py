@@ -1,0 +1,394 @@
+"""Render chats into prompts with the template that a model brings.
+
+A template is a program that a stranger wrote, so it runs in jinja2's sandbox, and its time and its text are bounded. It
+finds there what transformers gives templates. This module must not know tokens, and loads neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from corun.errors import InvalidArgumentError, NotFoundError, Shown, UnavailableError
+
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES_FOLDER = "additional_chat_templates"
+TOKENS_FILE = "special_tokens_map.json"
+MAX_FILE_BYTES = 16 * 1024 * 1024
+"""The most bytes of each file that is read. Configurations that list every added token have a few MiB."""
+MAX_RENDERED = 64 * 1024 * 1024
+"""The most characters of a rendered chat, and of a text or list that a template makes by repetition."""
+MAX_RENDER_S = 5.0
+"""The most seconds of CPU time that rendering one chat may take. Usual chats need less than a millisecond."""
+STEPS = 64
+"""A template's loops, calls and look-ups between two looks at the clock."""
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
+"""The fields that a message may have."""
+_OWN = ("messages", "tools", "add_generation_prompt")
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The chat template of one model. It may be used in several threads."""
+
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str] | None = None,
+        *,
+        source_for_tools: str | None = None,
+        max_rendered: int = MAX_RENDERED,
+        max_render_s: float = MAX_RENDER_S,
+    ) -> None:
+        """Compile a template. Raises UnavailableError if it is none.
+
+        tokens: the special tokens that the template may name, as bos_token and eos_token. source_for_tools: the
+        template for chats with tools; None: the same.
+        """
+        environment = _Environment()
+        self._tokens = dict(tokens or {})
+        self._plain = _Compiled(environment, source)
+        self._for_tools = _Compiled(environment, source_for_tools) if source_for_tools is not None else self._plain
+        self._max_rendered = max_rendered
+        self._max_render_s = max_render_s
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ChatTemplate:
+        """Read the template in a model's folder: chat_template.jinja, else that of tokenizer_config.json.
+
+        Raises:
+            NotFoundError: the model has no chat template.
+            UnavailableError: a file cannot be read or used.
+        """
+        folder = Path(path)
+        config = _read_json(folder / CONFIG_FILE)
+        sources = _sources(folder, config)
+        if "default" not in sources:
+            raise NotFoundError(f"the model in {folder.name} has no chat template: no {TEMPLATE_FILE} or {CONFIG_FILE}")
+        tokens = _tokens({**_read_json(folder / TOKENS_FILE), **config})
+        return cls(sources["default"], tokens, source_for_tools=sources.get("tool_use"))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Return the prompt of a chat. It has all special tokens, so it must be tokenized without adding more.
+
+        messages: in OpenAI's shape; each has a role, and content as text or as a list of text parts. tools: in OpenAI's
+        shape. add_generation_prompt: end with what begins the assistant's answer. kwargs: the template's own
+        variables.
+
+        Raises InvalidArgumentError, which names the field, if a message is malformed, the template knows no such
+        variable, refuses the chat, or takes too long.
+        """
+        compiled = self._for_tools if tools else self._plain
+        compiled.check_variables(bool(tools), kwargs)
+        variables = {
+            **self._tokens,
+            **kwargs,
+            "messages": _messages(messages, as_parts=compiled.takes_parts),
+            "tools": list(map(dict, tools)) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        chat = Shown(f"{len(messages)} messages")
+        limits = _limits.set(_Limits(self._max_rendered, self._max_render_s))
+        try:
+            return "".join(_bounded(compiled.template.generate(variables), self._max_rendered))
+        except _LimitError as error:
+            raise InvalidArgumentError("messages", chat, str(error)) from None
+        except MemoryError:
+            raise
+        except Exception as error:  # A template can raise anything. It met this chat, so the chat is what is refused.
+            raise InvalidArgumentError("messages", chat, f"the model's chat template refuses them: {error}") from error
+        finally:
+            _limits.reset(limits)
+
+
+class _Compiled:
+    """One template, and what it takes."""
+
+    def __init__(self, environment: _Environment, source: str) -> None:
+        try:
+            tree = environment.parse(source)
+            self.template = environment.from_string(tree)
+        except jinja2.TemplateError as error:
+            raise UnavailableError(f"the model's chat template cannot be used: {error}") from error
+        # A tree is read before it is compiled into a template with changes of its own.
+        tree = environment.parse(source)
+        self.takes_parts = _loops_over_content(tree)
+        """Whether the template wants the content of messages as lists of parts."""
+        self._variables = meta.find_undeclared_variables(tree)
+
+    def check_variables(self, has_tools: bool, kwargs: Mapping[str, Any]) -> None:
+        if has_tools and "tools" not in self._variables:
+            raise InvalidArgumentError("tools", Shown("tools"), "must be null: the model's chat template has none")
+        for name, value in kwargs.items():
+            if name in _OWN or name not in self._variables:
+                limit = "is a field of its own" if name in _OWN else "is not a variable of the model's chat template"
+                raise InvalidArgumentError(f"chat_template_kwargs.{name}", value, limit)
+
+
+class _LimitError(Exception):
+    """A template took too long, or made too much. Its text says the limit."""
+
+
+class _Limits:
+    """What is left of the time for one chat, and how long a text may be."""
+
+    def __init__(self, max_rendered: int, max_render_s: float) -> None:
+        self._max_rendered = max_rendered
+        self._max_render_s = max_render_s
+        self._ends_at = time.thread_time() + max_render_s
+        self._steps = 0
+
+    def step(self) -> None:
+        """Count one step of the template. Raises _LimitError if its time is over."""
+        self._steps += 1
+        if self._steps % STEPS == 0 and time.thread_time() > self._ends_at:
+            raise _LimitError(f"take the model's chat template more than {self._max_render_s:g} s")
+
+    def check_size(self, size: int) -> None:
+        if size > self._max_rendered:
+            raise _LimitError(f"must be at most {self._max_rendered} characters when they are rendered")
+
+
+_limits: ContextVar[_Limits] = ContextVar("limits")
+
+
+class _Generation(Extension):
+    """The statement `generation`, which marks an assistant's text for training and is its content otherwise."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so.
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates. Each look-up, call and turn of a loop is a step that `_Limits` counts."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        self.filters["tojson"] = _to_json
+        self.filters[_COUNTED] = _counted
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        for loop in list(source.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno, environment=self)
+        return super()._generate(source, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _limits.get().step()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _limits.get().step()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _limits.get().step()
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise _LimitError("meet a power in the model's chat template, which has no bound")
+        for items, times in ((left, right), (right, left)):
+            if isinstance(items, (str, list, tuple)) and isinstance(times, int):
+                _limits.get().check_size(len(items) * times)
+        return super().call_binop(context, operator, left, right)
+
+
+_COUNTED = "corun_counted"
+
+
+@jinja2.pass_context  # So it never runs when the template is compiled.
+def _counted(_: Any, items: Iterable[Any]) -> Iterator[Any]:
+    step = _limits.get().step
+    for item in items:
+        step()
+        yield item
+
+
+def _bounded(pieces: Iterator[str], most: int) -> Iterator[str]:
+    limits, size = _limits.get(), 0
+    for piece in pieces:
+        limits.step()
+        size += len(piece)
+        limits.check_size(size)
+        yield piece
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **kwargs: Any) -> str:
+    """Return JSON without jinja2's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **kwargs)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Return whether a template has a loop over a message's content, by its name or by a name given to it."""
+    assigned = {
+        each.target.name
+        for each in tree.find_all(nodes.Assign)
+        if isinstance(each.target, nodes.Name) and _is_content(each.node)
+    }
+    loops = (_inner(each.iter) for each in tree.find_all(nodes.For))
+    return any(_is_content(over) or (isinstance(over, nodes.Name) and over.name in assigned) for over in loops)
+
+
+def _is_content(expression: nodes.Node) -> bool:
+    found = _inner(expression)
+    if isinstance(found, nodes.Getitem):
+        return isinstance(found.arg, nodes.Const) and found.arg.value == "content"
+    return isinstance(found, nodes.Getattr) and found.attr == "content"
+
+
+def _inner(expression: nodes.Node) -> nodes.Node:
+    """Return an expression without the filters around it."""
+    while isinstance(expression, nodes.Filter) and expression.node is not None:
+        expression = expression.node
+    return expression
+
+
+def _messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
+    """Check messages and return them as a template wants them."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidArgumentError("messages", messages, "must be a list of messages, at least one")
+    return [_message(f"messages[{i}]", message, as_parts=as_parts) for i, message in enumerate(messages)]
+
+
+def _message(field: str, message: Any, *, as_parts: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidArgumentError(field, message, "must be an object with role and content")
+    for name, value in message.items():
+        if name not in _MESSAGE:
+            raise InvalidArgumentError(f"{field}.{name}", value, "is not a known field")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidArgumentError(f"{field}.role", role, "must be text, such as user")
+    found = {name: value for name, value in message.items() if value is not None}  # To a template null is text.
+    if "content" in found:
+        found["content"] = _content(f"{field}.content", found["content"], as_parts=as_parts)
+    elif not found.get("tool_calls"):
+        raise InvalidArgumentError(f"{field}.content", None, "must be text or text parts, unless there are tool_calls")
+    if "tool_calls" in found:
+        found["tool_calls"] = _tool_calls(f"{field}.tool_calls", found["tool_calls"])
+    return found
+
+
+def _content(field: str, content: Any, *, as_parts: bool) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if as_parts else content
+    if not isinstance(content, (list, tuple)):
+        raise InvalidArgumentError(field, content, "must be text or a list of text parts")
+    parts = [_part(f"{field}[{i}]", part) for i, part in enumerate(content)]
+    return parts if as_parts else "\n".join(part["text"] for part in parts)
+
+
+def _part(field: str, part: Any) -> dict[str, str]:
+    if not isinstance(part, Mapping):
+        raise InvalidArgumentError(field, part, "must be an object with type and text")
+    if part.get("type") != "text":
+        limit = "must be text: the model is given no images, audio, video or files"
+        raise InvalidArgumentError(f"{field}.type", part.get("type"), limit)
+    for name, value in part.items():
+        if name not in ("type", "text"):
+            raise InvalidArgumentError(f"{field}.{name}", value, "is not a known field")
+    if not isinstance(part.get("text"), str):
+        raise InvalidArgumentError(f"{field}.text", part.get("text"), "must be text")
+    return {"type": "text", "text": part["text"]}
+
+
+def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls with their arguments as objects, which templates expect. In OpenAI's API they are text."""
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidArgumentError(field, calls, "must be a list of tool calls")
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidArgumentError(f"{field}[{i}]", call, "must be an object with function.name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(arguments, Mapping):
+            name = f"{field}[{i}].function.arguments"
+            raise InvalidArgumentError(name, function["arguments"], "must be a JSON object, or text of one")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a model's templates by name. Files of their own count for more than the configuration."""
+    named = config.get("chat_template") or {}
+    if isinstance(named, str):
+        named = {"default": named}
+    elif isinstance(named, list):
+        named = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+    files = {"default": folder / TEMPLATE_FILE}
+    files |= {path.stem: path for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
+    read = {name: text for name, path in files.items() if (text := _read(path)) is not None}
+    return {**named, **read}
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of special tokens by their names."""
+    found = {name: config.get(name) for name in _TOKENS}
+    extra = config.get("extra_special_tokens")
+    found |= extra if isinstance(extra, dict) else {}
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no file."""
+    text = _read(path)
+    try:
+        found = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnavailableError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UnavailableError(f"{path} cannot be read: it is not a JSON object")
+    return found
+
+
+def _read(path: Path) -> str | None:
+    """Return the text of a file; None if there is no file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UnavailableError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,230 @@
+"""Chats become the same prompts as with transformers; a template that errs, or does too much, ends in a typed error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun.chat import ChatTemplate
+from corun.errors import InvalidArgumentError, NotFoundError, UnavailableError
+
+CHATML = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PARTS = "{% for m in messages %}{% for part in m['content'] %}[{{ part.type }}:{{ part.text }}]{% endfor %}{% endfor %}"
+RICH = """{{ bos_token }}
+{%- if tools %}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=2) }}
+    {%- endfor %}
+{%- endif %}
+{% set ns = namespace(last=none) %}
+{% for message in messages %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+    {% if loop.index0 > 8 %}{% break %}{% endif %}
+    {% set ns.last = message.role %}
+    {% if message.role == 'assistant' %}
+        {% generation %}{{ message.content | trim }}{{ eos_token }}{% endgeneration %}
+    {% elif message.content is string %}
+        {{ loop.index }}/{{ loop.length }} {{ message.role.upper() }}: {{ message['content'] }}
+    {% endif %}
+    {% for call in message.tool_calls or [] %}
+        {{ call.function.name }}({{ call.function.arguments | tojson }}){{ "," if not loop.last }}
+    {% endfor %}
+    {% if message.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('no such role') }}{% endif %}
+{% endfor %}
+{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}
+{% if add_generation_prompt %}{{ ns.last }}> {% endif %}"""
+USER = {"role": "user", "content": "1 < 2 & \u00fc"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one": [USER],
+    "several": [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": " hm "}, USER],
+    "tools": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}],
+}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def refusal(template: ChatTemplate, messages: Any, **kwargs: Any) -> InvalidArgumentError:
+    with pytest.raises(InvalidArgumentError) as found:
+        template.render(messages, **kwargs)
+    return found.value
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("source", [CHATML, RICH])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_prompts_are_those_of_transformers(name: str, source: str, add_generation_prompt: bool) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    messages = CHATS[name]
+    called = [
+        message | {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"x": 1}}}]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+    asked: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+    if source is RICH:
+        asked |= {"tools": [TOOL], "enable_thinking": True}
+    [expected], _ = utils.render_jinja_template([called], chat_template=source, **TOKENS, **asked)
+    assert ChatTemplate(source, TOKENS).render(messages, **asked) == expected
+    assert expected
+
+
+def test_content_in_parts_is_joined_or_kept_as_the_template_wants() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(CHATML).render([{"role": "user", "content": parts}], add_generation_prompt=False) == (
+        "<|im_start|>user\na\nb<|im_end|>\n"
+    )
+    assert ChatTemplate(PARTS).render([{"role": "user", "content": parts}]) == "[text:a][text:b]"
+    assert ChatTemplate(PARTS).render([{"role": "user", "content": "a"}]) == "[text:a]"
+    named = PARTS.replace("{% for part in m['content'] %}", "{% set c = m.content %}{% for part in c | list %}")
+    assert ChatTemplate(named).render([{"role": "user", "content": "a"}]) == "[text:a]"
+
+
+def test_null_is_no_field() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.name is defined }}{{ m.tool_calls }}{% endfor %}")
+    assert template.render([{"role": "user", "content": "a", "name": None, "tool_calls": None}]) == "False"
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        (["hello"], "messages[0]"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([USER, {"role": 1, "content": "a"}], "messages[1].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 1}], "messages[0].content"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}],
+            "messages[0].content[0].type",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "messages[0].content[0].x"),
+        ([{"role": "user", "content": "a", "contnt": "b"}], "messages[0].contnt"),
+        ([{"role": "assistant", "tool_calls": "f"}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_malformed_messages_are_refused_by_name(messages: Any, field: str) -> None:
+    assert refusal(ChatTemplate(CHATML), messages).field == field
+
+
+def test_variables_that_the_template_lacks_are_refused_by_name() -> None:
+    assert refusal(ChatTemplate(CHATML), [USER], enable_thinking=True).field == "chat_template_kwargs.enable_thinking"
+    assert refusal(ChatTemplate(CHATML), [USER], tools=[TOOL]).field == "tools"
+
+
+def test_a_template_may_refuse_a_chat() -> None:
+    error = refusal(ChatTemplate(RICH), [{"role": "judge", "content": "a"}])
+    assert (error.field, "no such role" in error.limit) == ("messages", True)
+    error = refusal(ChatTemplate("{{ messages[0].content + 1 }}"), [USER])
+    assert error.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
+    assert refusal(ChatTemplate(source), [USER]).field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_time_is_bounded(source: str) -> None:
+    # A clock of CPU time: other work on the machine does not use the time up.
+    assert "more than 0.05 s" in refusal(ChatTemplate(source, max_render_s=0.05), [USER]).limit
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for i in range(999) %}{{ messages[0].content }}{% endfor %}", "{{ 'ab' * 999 }}"]
+)
+def test_size_is_bounded(source: str) -> None:
+    assert ChatTemplate(source).render([USER])
+    assert "must be at most 100 characters" in refusal(ChatTemplate(source, max_rendered=100), [USER]).limit
+    assert "no bound" in refusal(ChatTemplate("{{ 9 ** 9 }}"), [USER]).limit
+
+
+def test_threads_have_limits_of_their_own() -> None:
+    template = ChatTemplate(CHATML)
+    rendered: list[str] = []
+    threads = [threading.Thread(target=lambda: rendered.append(template.render([USER]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rendered == [template.render([USER])] * 4
+
+
+def write(folder: Path, name: str, content: Any) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def test_a_folder_has_a_template_in_one_of_its_files(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="has no chat template"):
+        ChatTemplate.from_folder(tmp_path)
+    write(tmp_path, "special_tokens_map.json", {"bos_token": "<old>", "pad_token": "<pad>"})
+    named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": named})
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template.render([USER]) == "list"
+    assert template.render([USER], tools=[TOOL, TOOL]) == "2 tools"
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": None, "extra_special_tokens": {"image_token": "<i>"}}
+    source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": source, **tokens})
+    assert ChatTemplate.from_folder(tmp_path).render([USER]) == "<s><pad><i>"
+    write(tmp_path, "chat_template.jinja", "file {{ bos_token }}")
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "{{ tools | length }} in a file")
+    assert ChatTemplate.from_folder(tmp_path).render([USER]) == "file <s>"
+    assert ChatTemplate.from_folder(tmp_path).render([USER], tools=[TOOL]) == "1 in a file"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", {"chat_template": "{% for %}"}),
+        ("chat_template.jinja", "{{ 1 "),
+        ("chat_template.jinja", "{% nothing %}"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: Any) -> None:
+    write(tmp_path, name, content)
+    with pytest.raises(UnavailableError, match="cannot be"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_no_engine_is_loaded() -> None:
+    source = (
+        "import sys, corun.chat; sys.exit(bool({'torch', 'vllm', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
