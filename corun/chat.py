@@ -20,7 +20,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from corun.errors import InvalidArgumentError, NotFoundError, Shown, UnavailableError
+from corun.errors import InvalidArgumentError, Shown, UnavailableError
+from corun.types import SpecialToken, TemplateSource
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -30,7 +31,7 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 """The most bytes of each file that is read. Configurations that list every added token have a few MiB."""
 MAX_RENDERED = 64 * 1024 * 1024
 """The most characters of a rendered chat, and of a text or list that a template makes by repetition."""
-MAX_RENDER_S = 5.0
+MAX_RENDER_S = 2.0
 """The most seconds of CPU time that rendering one chat may take. Usual chats need less than a millisecond."""
 STEPS = 64
 """A template's loops, calls and look-ups between two looks at the clock."""
@@ -46,41 +47,28 @@ class ChatTemplate:
     """The chat template of one model. It may be used in several threads."""
 
     def __init__(
-        self,
-        source: str,
-        tokens: Mapping[str, str] | None = None,
-        *,
-        source_for_tools: str | None = None,
-        max_rendered: int = MAX_RENDERED,
-        max_render_s: float = MAX_RENDER_S,
+        self, source: TemplateSource, *, max_rendered: int = MAX_RENDERED, max_render_s: float = MAX_RENDER_S
     ) -> None:
-        """Compile a template. Raises UnavailableError if it is none.
+        """Compile a template.
 
-        tokens: the special tokens that the template may name, as bos_token and eos_token. source_for_tools: the
-        template for chats with tools; None: the same.
+        Raises:
+            InvalidArgumentError: the model has no chat template.
+            UnavailableError: its chat template cannot be used.
         """
+        if not source.source:
+            limit = f"must have a chat template, in {TEMPLATE_FILE} or {CONFIG_FILE}: this model takes only prompts"
+            raise InvalidArgumentError("chat_template", Shown("none"), limit)
         environment = _Environment()
-        self._tokens = dict(tokens or {})
-        self._plain = _Compiled(environment, source)
-        self._for_tools = _Compiled(environment, source_for_tools) if source_for_tools is not None else self._plain
+        self._tokens = {token.name: token.text for token in source.special_tokens}
+        self._plain = _Compiled(environment, source.source)
+        self._for_tools = _Compiled(environment, source.source_for_tools) if source.source_for_tools else self._plain
         self._max_rendered = max_rendered
         self._max_render_s = max_render_s
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate:
-        """Read the template in a model's folder: chat_template.jinja, else that of tokenizer_config.json.
-
-        Raises:
-            NotFoundError: the model has no chat template.
-            UnavailableError: a file cannot be read or used.
-        """
-        folder = Path(path)
-        config = _read_json(folder / CONFIG_FILE)
-        sources = _sources(folder, config)
-        if "default" not in sources:
-            raise NotFoundError(f"the model in {folder.name} has no chat template: no {TEMPLATE_FILE} or {CONFIG_FILE}")
-        tokens = _tokens({**_read_json(folder / TOKENS_FILE), **config})
-        return cls(sources["default"], tokens, source_for_tools=sources.get("tool_use"))
+        """Read the template in a model's folder. Raises the errors of `read_template` and of the constructor."""
+        return cls(read_template(path))
 
     def render(
         self,
@@ -348,17 +336,38 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     return found
 
 
+def read_template(path: str | Path) -> TemplateSource:
+    """Read the template in a model's folder: chat_template.jinja, else that of tokenizer_config.json.
+
+    Raises UnavailableError if a file cannot be read.
+    """
+    folder = Path(path)
+    config = _read_json(folder / CONFIG_FILE)
+    sources = _sources(folder, config)
+    tokens = _tokens({**_read_json(folder / TOKENS_FILE), **config})
+    return TemplateSource(
+        source=sources.get("default", ""),
+        source_for_tools=sources.get("tool_use", ""),
+        special_tokens=tuple(SpecialToken(name=name, text=text) for name, text in sorted(tokens.items())),
+    )
+
+
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return a model's templates by name. Files of their own count for more than the configuration."""
-    named = config.get("chat_template") or {}
-    if isinstance(named, str):
-        named = {"default": named}
-    elif isinstance(named, list):
-        named = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+    given = config.get("chat_template") or []
+    listed = [{"name": "default", "template": given}] if isinstance(given, str) else given
+    if not isinstance(listed, list) or not all(map(_is_named, listed)):
+        limit = "chat_template must be text, or a list of objects with name and template"
+        raise UnavailableError(f"{CONFIG_FILE} cannot be used: {limit}")
+    named = {each["name"]: each["template"] for each in listed}
     files = {"default": folder / TEMPLATE_FILE}
     files |= {path.stem: path for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
     read = {name: text for name, path in files.items() if (text := _read(path)) is not None}
     return {**named, **read}
+
+
+def _is_named(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("name", "template"))
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -376,9 +385,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = {} if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnavailableError(f"{path} cannot be read: {error}") from error
+        raise UnavailableError(f"{path.name} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise UnavailableError(f"{path} cannot be read: it is not a JSON object")
+        raise UnavailableError(f"{path.name} cannot be read: it is not a JSON object")
     return found
 
 
@@ -386,9 +395,11 @@ def _read(path: Path) -> str | None:
     """Return the text of a file; None if there is no file."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise UnavailableError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+            raise UnavailableError(f"{path.name} has more than {MAX_FILE_BYTES} bytes")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UnavailableError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise UnavailableError(f"{path.name} cannot be read: {error.strerror}") from error  # The path is not told.
+    except ValueError as error:
+        raise UnavailableError(f"{path.name} cannot be read: it must be UTF-8") from error

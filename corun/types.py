@@ -276,6 +276,35 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SpecialToken:
+    """A special token that a chat template may name."""
+
+    name: str
+    """Its variable in the template, as bos_token."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateSource:
+    """The chat template that a model brings, as text. `corun.chat` renders chats with it."""
+
+    source: str
+    """A jinja template. Empty if the model has none."""
+    source_for_tools: str = ""
+    """The template for chats with tools. Empty if it is the same."""
+    special_tokens: tuple[SpecialToken, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """The tokens of a text."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    """Each token as the vocabulary spells it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """The members of the cluster and how busy they are, as one router sees them."""
 

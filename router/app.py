@@ -29,9 +29,11 @@ from router.sample import SampleRunner
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Calls, ClusterService, RegistryService
 from router.targets import Targets
 
-GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024
 """The bytes that one Verify request may have beyond one case with a prompt of the model's length."""
+_BESIDE = {"Generate": 0, "Tokenize": 0, "Detokenize": 0, "Verify": BYTES_OF_CASES}
+BYTES_BESIDE = {f"/{CLUSTER_SERVICE}/{name}": size for name, size in _BESIDE.items()}
+"""The bytes that a request may have beyond one prompt of the model's length, by the method's full name."""
 STOP_GRACE_S = 5.0
 """The seconds that cancelled calls have to end."""
 
@@ -132,7 +134,7 @@ class Router:
         """Return the most bytes that a request may have, by the method's full name. The limit follows the model,
         because parsing a request that is too long for the model costs as much as parsing a valid one."""
         most, model = self._config.max_message_bytes, self.registry.model
-        beside = {GENERATE: 0, VERIFY: BYTES_OF_CASES}.get(method)
+        beside = BYTES_BESIDE.get(method)
         return most if beside is None or model is None else min(most, model.max_request_bytes + beside)
 
     def _tell_health(self) -> None:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, Shown
 from corun.types import ModelStatus
 from router.clock import loop_time
 from router.text import Tokenizer
+
+T = TypeVar("T")
 
 SHORT = 512
 """The most bytes of a text that is tokenized in the event loop itself. That takes about a millisecond."""
@@ -46,6 +51,8 @@ class Model:
     """The most tokens of a sample, prompt and output together."""
     name: str
     """The name by which clients know the model."""
+    folder: str
+    """The model's folder, which this router can read."""
 
     @property
     def max_prompt_bytes(self) -> int:
@@ -73,8 +80,11 @@ class PromptEncoder:
         self._long = _Lane(self._threads)
         self._other = _Lane(self._threads)
 
-    async def encode(self, text: str, model: Model, deadline: float, client: str = "") -> tuple[int, ...]:
+    async def encode(
+        self, text: str, model: Model, deadline: float, client: str = "", *, special: bool = True
+    ) -> tuple[int, ...]:
         """Return the token ids of a prompt. Clients take turns by name, however many texts each of them has waiting.
+        special: False adds no special tokens.
 
         Raises:
             InvalidArgumentError: the text has no token, or is too long for the model; names its size and the limit.
@@ -85,14 +95,24 @@ class PromptEncoder:
         if size > (limit := model.max_prompt_bytes):
             text_limit = f"must be at most {limit} bytes with this model of {model.max_model_len} tokens"
             raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), f"{text_limit}; token ids may be more")
+        encode = partial(model.tokenizer.encode, text, model.max_model_len - 1, special=special)
         if size <= SHORT:
-            ids = model.tokenizer.encode(text, model.max_model_len - 1)
+            ids = encode()
         else:
-            lane = self._long if size > LONG else self._other
-            ids = await lane.encode(text, size, model, deadline, client)
+            ids = await self._lane(size).run(encode, size, deadline, client)
         if not ids:
             raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), "must have at least one token")
         return ids
+
+    async def decode(self, token_ids: tuple[int, ...], model: Model, deadline: float, client: str) -> str:
+        """Return the text of token ids, special tokens included. They wait among the texts; errors as in `encode`."""
+        size = TOKEN_ID_BYTES * len(token_ids)
+        return await self._lane(size).run(
+            partial(model.tokenizer.decode, token_ids, special=True), size, deadline, client
+        )
+
+    def _lane(self, size: int) -> _Lane:
+        return self._long if size > LONG else self._other
 
     def close(self) -> None:
         """End the threads."""
@@ -108,13 +128,13 @@ class _Lane:
         self._turns: dict[str, asyncio.Lock] = {}  # Each lets one text of a client at a time wait for the lane.
         self._waiting: Counter[str] = Counter()  # The bytes of the waiting texts, by client.
 
-    async def encode(self, text: str, size: int, model: Model, deadline: float, client: str) -> tuple[int, ...]:
+    async def run(self, work: Callable[[], T], size: int, deadline: float, client: str) -> T:
         of_client = (self._waiting[client], MAX_WAITING_OF_CLIENT)
         for waiting, most in ((self._waiting.total(), MAX_WAITING), of_client):
             if waiting + size > most:
                 raise OverloadedError(f"{waiting} bytes of text wait to be tokenized, of at most {most}")
         self._waiting[client] += size
-        encoding = asyncio.ensure_future(self._tokenize(text, model, client))
+        encoding = asyncio.ensure_future(self._in_turn(work, client))
         try:
             await asyncio.wait((encoding,), timeout=max(0.0, deadline - loop_time()))
         finally:
@@ -127,16 +147,15 @@ class _Lane:
             raise DeadlineError("the prompt was not tokenized before the deadline")
         return encoding.result()
 
-    async def _tokenize(self, text: str, model: Model, client: str) -> tuple[int, ...]:
-        def done(work: asyncio.Future[tuple[int, ...]]) -> None:
+    async def _in_turn(self, work: Callable[[], T], client: str) -> T:
+        def done(running: asyncio.Future[T]) -> None:
             self._lock.release()
-            if not work.cancelled():
-                work.exception()  # Mark the error as retrieved, because the caller may be gone.
+            if not running.cancelled():
+                running.exception()  # Mark the error as retrieved, because the caller may be gone.
 
         async with self._turns.setdefault(client, asyncio.Lock()):
             await self._lock.acquire()
-            encode, max_tokens = model.tokenizer.encode, model.max_model_len - 1
-            work = asyncio.get_running_loop().run_in_executor(self._threads, encode, text, max_tokens)
-            work.add_done_callback(done)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            running.add_done_callback(done)
             # A thread runs to its end even if its caller is gone, so the lane's lock is held until then.
-            return await asyncio.shield(work)
+            return await asyncio.shield(running)

@@ -33,7 +33,7 @@ from corun.params import (
 from corun.receipt import Receipt, prompt_digest
 from corun.rpc.auth import ANYONE, Caller
 from corun.seeds import derive_seed, sample_seed
-from corun.types import Priority, ResumePoint
+from corun.types import Priority, ResumePoint, Tokens
 from router.attempt import SampleTask
 from router.clock import loop_time
 from router.nodes.registry import Registry
@@ -204,6 +204,21 @@ class RequestRunner:
         if not self._registry.missing() and not self._registry.could_hold(total):
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
             raise InvalidArgumentError("sampling_params.max_tokens", params.max_tokens, limit)
+
+    async def tokenize(self, text: str, deadline: float, caller: Caller, *, special: bool) -> Tokens:
+        """Return the tokens that a text prompt becomes; without those that the tokenizer adds unless `special`."""
+        model = await self.model(deadline)
+        ids = await self._texts.encode(text, model, deadline, caller.name, special=special)
+        return Tokens(token_ids=ids, tokens=model.tokenizer.spellings(ids))
+
+    async def detokenize(self, token_ids: Sequence[int], deadline: float, caller: Caller) -> str:
+        """Return the text of token ids. There may be as many as the model's length."""
+        model = await self.model(deadline)
+        if len(token_ids) > model.max_model_len:
+            limit = f"must be at most the model's length, {model.max_model_len}"
+            raise InvalidArgumentError("token_ids", Shown(f"{len(token_ids)} tokens"), limit)
+        ids = check_token_ids(token_ids, model.vocab_size, "token_ids")
+        return await self._texts.decode(ids, model, deadline, caller.name)
 
     async def is_text_of(
         self, text: str, prompt: tuple[int, ...], model: Model, deadline: float, caller: Caller

@@ -7,11 +7,13 @@ and the end of service. This module must not know how samples run.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from corun.chat import read_template
 from corun.contract import Contract
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
 from corun.observe.tracing import Span, Value, of_call
@@ -45,6 +47,10 @@ FOR_OPERATORS = "only an operator's token shows why"
 AWAY_S = 0.5
 """The seconds after which a client should try again when this router shuts down. By then another router may listen at
 its address."""
+
+
+_template = functools.lru_cache(maxsize=1)(read_template)
+"""Reads the template in a model's folder once, so that it stays the same while the router runs."""
 
 
 class Calls(Activity):
@@ -121,6 +127,26 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             model=None if self.registry.model is None else self.registry.model.status,
         )
         return codec.cluster_status_to_proto(status if caller().is_operator else for_client(status))
+
+    async def GetChatTemplate(
+        self, request: cluster_pb2.GetChatTemplateRequest, context: Context
+    ) -> cluster_pb2.GetChatTemplateResponse:
+        with self.activity.call():
+            model = await self.requests.model(_deadline(context))
+            return codec.template_to_proto(await asyncio.to_thread(_template, model.folder))
+
+    async def Tokenize(self, request: cluster_pb2.TokenizeRequest, context: Context) -> cluster_pb2.TokenizeResponse:
+        with self.activity.call():
+            special = not request.without_special_tokens
+            tokens = await self.requests.tokenize(request.text, _deadline(context), caller(), special=special)
+            return codec.tokens_to_proto(tokens)
+
+    async def Detokenize(
+        self, request: cluster_pb2.DetokenizeRequest, context: Context
+    ) -> cluster_pb2.DetokenizeResponse:
+        with self.activity.call():
+            text = await self.requests.detokenize(request.token_ids.ids, _deadline(context), caller())
+            return cluster_pb2.DetokenizeResponse(text=text)
 
     async def Verify(
         self, request: cluster_pb2.VerifyRequest, context: Context

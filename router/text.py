@@ -57,22 +57,28 @@ class Tokenizer:
         except Exception as error:  # The tokenizers library raises bare Exception for a malformed file.
             raise UnavailableError(f"the tokenizer {path} cannot be used: {error}") from error
 
-    def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+    def encode(self, text: str, max_tokens: int | None = None, *, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds.
+        special: False adds none.
 
         Other threads can run meanwhile. Raises InvalidArgumentError if the text has more than `max_tokens` tokens. A
         longer text does not make this refusal take more time or memory. max_tokens: None allows any number.
         """
         if max_tokens is not None and self._is_far_longer(text, max_tokens):
             raise _too_long(f"more than {2 * max_tokens}", max_tokens)
-        encoding = self._encode(text)
+        encoding = self._encode(text, special=special)
         if max_tokens is not None and len(encoding) > max_tokens:
             raise _too_long(str(len(encoding)), max_tokens)
         return tuple(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a whole output. Ids that the tokenizer does not have give no text."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of a whole output. Ids that the tokenizer does not have give no text, nor do special tokens
+        unless `special` is true."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+
+    def spellings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return each token as the vocabulary spells it; empty for ids that the tokenizer does not have."""
+        return tuple(self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids)
 
     def detokenizer(self) -> Detokenizer:
         """Return a new detokenizer for one sample, which turns its tokens into text as they come. Together the pieces

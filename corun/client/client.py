@@ -39,11 +39,11 @@ from corun.client.routers import Deadline, RouterLink, Routers, check_timeout, r
 from corun.completion import Chunk, Generation, Prompt
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
-from corun.params import SamplingParams
+from corun.params import SamplingParams, check_text, check_token_ids
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.rpc.channel import Access
-from corun.types import ClusterStatus, Priority
+from corun.types import ClusterStatus, Priority, TemplateSource, Tokens
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
@@ -231,14 +231,62 @@ class AsyncClient:
             for node in status.nodes:
                 print(node.node.ref.node_id, node.state.value)
         """
-        deadline = self._deadline(min(self._timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
-        router = await self._reach(deadline)
-        try:
-            call = self._routers.track(router.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s))
-            response = await call
-        except grpc.RpcError as error:
-            raise self._routers.failed(router, error) from error
-        return codec.cluster_status_from_proto(response)
+        return codec.cluster_status_from_proto(await self._ask("GetCluster", pb.GetClusterRequest(), timeout_s))
+
+    async def get_chat_template(self, *, timeout_s: float | None = None) -> TemplateSource:
+        """Return the chat template that the model brings. `corun.chat.ChatTemplate` renders chats with it.
+
+        Args:
+            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
+
+        Raises:
+            UnavailableError: no router answers in time, or it cannot read the model's template.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            template = ChatTemplate(await client.get_chat_template())
+            text = template.render([{"role": "user", "content": "Hello"}])
+            prompt = (await client.tokenize(text, add_special_tokens=False)).token_ids
+        """
+        return codec.template_from_proto(await self._ask("GetChatTemplate", pb.GetChatTemplateRequest(), timeout_s))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True, timeout_s: float | None = None) -> Tokens:
+        """Return the tokens that the cluster makes of a text.
+
+        Args:
+            text: the text, which may spell special tokens.
+            add_special_tokens: add those that the tokenizer adds to every prompt. A rendered chat has them already.
+            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
+
+        Raises:
+            InvalidArgumentError: the text has no token, or more than the model takes.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            print((await client.tokenize("Once upon a time")).token_ids)
+        """
+        request = pb.TokenizeRequest(
+            text=check_text("prompt.text", text), without_special_tokens=not add_special_tokens
+        )
+        return codec.tokens_from_proto(await self._ask("Tokenize", request, timeout_s))
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """Return the text of token ids, special tokens included.
+
+        Args:
+            token_ids: at least one, and at most as many as the model's length.
+            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
+
+        Raises:
+            InvalidArgumentError: there are too many, or one is outside the vocabulary.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            print(await client.detokenize([1, 2, 3]))
+        """
+        ids = check_token_ids(token_ids, 2**32, "token_ids")
+        request = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
+        return str((await self._ask("Detokenize", request, timeout_s)).text)
 
     def verify(
         self,
@@ -270,6 +318,15 @@ class AsyncClient:
         """
         request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._deadline(timeout_s))
+
+    async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Return a router's one answer to a request that needs no node."""
+        deadline = self._deadline(min(self._timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
+        router = await self._reach(deadline)
+        try:
+            return await self._routers.track(getattr(router.stub, method)(request, timeout=deadline.remaining_s))
+        except grpc.RpcError as error:
+            raise self._routers.failed(router, error) from error
 
     async def _retrying(self, index: int, prepared: PreparedRequest, timeout_s: float | None) -> Generation:
         deadline = self._deadline(timeout_s)
@@ -433,6 +490,9 @@ class Client:
     stream = _iterating(AsyncClient.stream)
     generate_many = _blocking(AsyncClient.generate_many)
     get_cluster = _blocking(AsyncClient.get_cluster)
+    get_chat_template = _blocking(AsyncClient.get_chat_template)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
     verify = _iterating(AsyncClient.verify)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -40,6 +40,9 @@ from corun.types import (
     NodeStatus,
     Priority,
     ResumePoint,
+    SpecialToken,
+    TemplateSource,
+    Tokens,
 )
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import prefill_service_pb2 as prefill_pb2
@@ -206,6 +209,9 @@ _mirror(NodeStatus, cluster_pb2.NodeStatus)
 _mirror(AuditStatus, cluster_pb2.AuditStatus)
 _mirror(ModelStatus, cluster_pb2.ModelStatus)
 cluster_status_to_proto, cluster_status_from_proto = _mirror(ClusterStatus, cluster_pb2.GetClusterResponse)
+_mirror(SpecialToken, cluster_pb2.SpecialToken)
+template_to_proto, template_from_proto = _mirror(TemplateSource, cluster_pb2.GetChatTemplateResponse)
+tokens_to_proto, tokens_from_proto = _mirror(Tokens, cluster_pb2.TokenizeResponse)
 receipt_to_proto, receipt_from_proto = _mirror(Receipt, types_pb2.Receipt)
 resume_point_to_proto, resume_point_from_proto = _mirror(ResumePoint, cluster_pb2.ResumePoint)
 verify_case_to_proto, verify_case_from_proto = _mirror(VerifyCase, cluster_pb2.VerifyCase)

@@ -176,6 +176,56 @@ class ModelStatus(_message.Message):
     max_prompt_bytes: int
     def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ...) -> None: ...
 
+class GetChatTemplateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetChatTemplateResponse(_message.Message):
+    __slots__ = ("source", "source_for_tools", "special_tokens")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FOR_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    source_for_tools: str
+    special_tokens: _containers.RepeatedCompositeFieldContainer[SpecialToken]
+    def __init__(self, source: _Optional[str] = ..., source_for_tools: _Optional[str] = ..., special_tokens: _Optional[_Iterable[_Union[SpecialToken, _Mapping]]] = ...) -> None: ...
+
+class SpecialToken(_message.Message):
+    __slots__ = ("name", "text")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("text", "without_special_tokens")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    without_special_tokens: bool
+    def __init__(self, text: _Optional[str] = ..., without_special_tokens: bool = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("token_ids", "tokens")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: TokenIds
+    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
 class AuditStatus(_message.Message):
     __slots__ = ("matched", "mismatched", "failed", "skipped", "same_node", "waiting", "last_mismatch")
     MATCHED_FIELD_NUMBER: _ClassVar[int]

@@ -50,6 +50,21 @@ class ClusterServiceStub(object):
                 request_serializer=corun_dot_v1_dot_cluster__service__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=corun_dot_v1_dot_cluster__service__pb2.GetClusterResponse.FromString,
                 _registered_method=True)
+        self.GetChatTemplate = channel.unary_unary(
+                '/corun.v1.ClusterService/GetChatTemplate',
+                request_serializer=corun_dot_v1_dot_cluster__service__pb2.GetChatTemplateRequest.SerializeToString,
+                response_deserializer=corun_dot_v1_dot_cluster__service__pb2.GetChatTemplateResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/corun.v1.ClusterService/Tokenize',
+                request_serializer=corun_dot_v1_dot_cluster__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=corun_dot_v1_dot_cluster__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/corun.v1.ClusterService/Detokenize',
+                request_serializer=corun_dot_v1_dot_cluster__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=corun_dot_v1_dot_cluster__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/corun.v1.ClusterService/Verify',
                 request_serializer=corun_dot_v1_dot_cluster__service__pb2.VerifyRequest.SerializeToString,
@@ -84,6 +99,28 @@ class ClusterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetChatTemplate(self, request, context):
+        """What makes a prompt of a chat: the template that the model brings, for clients to render. Empty if it has none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """The token ids of a text, as Generate would make them, or without the special tokens that it adds. A rendered chat has
+        its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids, special tokens included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Runs cases again under chosen conditions and compares every bit; one answer per case and condition. One call at a
         time for each client, of the lowest priority; what is left when its time is over ends with DEADLINE_EXCEEDED.
@@ -109,6 +146,21 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=corun_dot_v1_dot_cluster__service__pb2.GetClusterRequest.FromString,
                     response_serializer=corun_dot_v1_dot_cluster__service__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'GetChatTemplate': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetChatTemplate,
+                    request_deserializer=corun_dot_v1_dot_cluster__service__pb2.GetChatTemplateRequest.FromString,
+                    response_serializer=corun_dot_v1_dot_cluster__service__pb2.GetChatTemplateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=corun_dot_v1_dot_cluster__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=corun_dot_v1_dot_cluster__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=corun_dot_v1_dot_cluster__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=corun_dot_v1_dot_cluster__service__pb2.DetokenizeResponse.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
@@ -198,6 +250,87 @@ class ClusterService(object):
             '/corun.v1.ClusterService/GetCluster',
             corun_dot_v1_dot_cluster__service__pb2.GetClusterRequest.SerializeToString,
             corun_dot_v1_dot_cluster__service__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetChatTemplate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corun.v1.ClusterService/GetChatTemplate',
+            corun_dot_v1_dot_cluster__service__pb2.GetChatTemplateRequest.SerializeToString,
+            corun_dot_v1_dot_cluster__service__pb2.GetChatTemplateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corun.v1.ClusterService/Tokenize',
+            corun_dot_v1_dot_cluster__service__pb2.TokenizeRequest.SerializeToString,
+            corun_dot_v1_dot_cluster__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corun.v1.ClusterService/Detokenize',
+            corun_dot_v1_dot_cluster__service__pb2.DetokenizeRequest.SerializeToString,
+            corun_dot_v1_dot_cluster__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,6 +109,7 @@ class Preparation:
                 vocab_size=info.vocab_size,
                 max_model_len=info.max_model_len,
                 name=served_name(info.model),
+                folder=info.model,
             )
 
 

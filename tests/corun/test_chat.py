@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from corun.chat import ChatTemplate
-from corun.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.types import SpecialToken, TemplateSource
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -53,6 +54,11 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+def chat(source: str, **limits: Any) -> ChatTemplate:
+    tokens = tuple(SpecialToken(name=name, text=text) for name, text in TOKENS.items())
+    return ChatTemplate(TemplateSource(source=source, special_tokens=tokens), **limits)
+
+
 def refusal(template: ChatTemplate, messages: Any, **kwargs: Any) -> InvalidArgumentError:
     with pytest.raises(InvalidArgumentError) as found:
         template.render(messages, **kwargs)
@@ -75,23 +81,23 @@ def test_prompts_are_those_of_transformers(name: str, source: str, add_generatio
     if source is RICH:
         asked |= {"tools": [TOOL], "enable_thinking": True}
     [expected], _ = utils.render_jinja_template([called], chat_template=source, **TOKENS, **asked)
-    assert ChatTemplate(source, TOKENS).render(messages, **asked) == expected
+    assert chat(source).render(messages, **asked) == expected
     assert expected
 
 
 def test_content_in_parts_is_joined_or_kept_as_the_template_wants() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert ChatTemplate(CHATML).render([{"role": "user", "content": parts}], add_generation_prompt=False) == (
+    assert chat(CHATML).render([{"role": "user", "content": parts}], add_generation_prompt=False) == (
         "<|im_start|>user\na\nb<|im_end|>\n"
     )
-    assert ChatTemplate(PARTS).render([{"role": "user", "content": parts}]) == "[text:a][text:b]"
-    assert ChatTemplate(PARTS).render([{"role": "user", "content": "a"}]) == "[text:a]"
+    assert chat(PARTS).render([{"role": "user", "content": parts}]) == "[text:a][text:b]"
+    assert chat(PARTS).render([{"role": "user", "content": "a"}]) == "[text:a]"
     named = PARTS.replace("{% for part in m['content'] %}", "{% set c = m.content %}{% for part in c | list %}")
-    assert ChatTemplate(named).render([{"role": "user", "content": "a"}]) == "[text:a]"
+    assert chat(named).render([{"role": "user", "content": "a"}]) == "[text:a]"
 
 
 def test_null_is_no_field() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.name is defined }}{{ m.tool_calls }}{% endfor %}")
+    template = chat("{% for m in messages %}{{ m.name is defined }}{{ m.tool_calls }}{% endfor %}")
     assert template.render([{"role": "user", "content": "a", "name": None, "tool_calls": None}]) == "False"
 
 
@@ -122,18 +128,18 @@ def test_null_is_no_field() -> None:
     ],
 )
 def test_malformed_messages_are_refused_by_name(messages: Any, field: str) -> None:
-    assert refusal(ChatTemplate(CHATML), messages).field == field
+    assert refusal(chat(CHATML), messages).field == field
 
 
 def test_variables_that_the_template_lacks_are_refused_by_name() -> None:
-    assert refusal(ChatTemplate(CHATML), [USER], enable_thinking=True).field == "chat_template_kwargs.enable_thinking"
-    assert refusal(ChatTemplate(CHATML), [USER], tools=[TOOL]).field == "tools"
+    assert refusal(chat(CHATML), [USER], enable_thinking=True).field == "chat_template_kwargs.enable_thinking"
+    assert refusal(chat(CHATML), [USER], tools=[TOOL]).field == "tools"
 
 
 def test_a_template_may_refuse_a_chat() -> None:
-    error = refusal(ChatTemplate(RICH), [{"role": "judge", "content": "a"}])
+    error = refusal(chat(RICH), [{"role": "judge", "content": "a"}])
     assert (error.field, "no such role" in error.limit) == ("messages", True)
-    error = refusal(ChatTemplate("{{ messages[0].content + 1 }}"), [USER])
+    error = refusal(chat("{{ messages[0].content + 1 }}"), [USER])
     assert error.field == "messages"
 
 
@@ -148,7 +154,7 @@ def test_a_template_may_refuse_a_chat() -> None:
     ],
 )
 def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
-    assert refusal(ChatTemplate(source), [USER]).field == "messages"
+    assert refusal(chat(source), [USER]).field == "messages"
 
 
 @pytest.mark.parametrize(
@@ -160,20 +166,20 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
 )
 def test_time_is_bounded(source: str) -> None:
     # A clock of CPU time: other work on the machine does not use the time up.
-    assert "more than 0.05 s" in refusal(ChatTemplate(source, max_render_s=0.05), [USER]).limit
+    assert "more than 0.05 s" in refusal(chat(source, max_render_s=0.05), [USER]).limit
 
 
 @pytest.mark.parametrize(
     "source", ["{% for i in range(999) %}{{ messages[0].content }}{% endfor %}", "{{ 'ab' * 999 }}"]
 )
 def test_size_is_bounded(source: str) -> None:
-    assert ChatTemplate(source).render([USER])
-    assert "must be at most 100 characters" in refusal(ChatTemplate(source, max_rendered=100), [USER]).limit
-    assert "no bound" in refusal(ChatTemplate("{{ 9 ** 9 }}"), [USER]).limit
+    assert chat(source).render([USER])
+    assert "must be at most 100 characters" in refusal(chat(source, max_rendered=100), [USER]).limit
+    assert "no bound" in refusal(chat("{{ 9 ** 9 }}"), [USER]).limit
 
 
 def test_threads_have_limits_of_their_own() -> None:
-    template = ChatTemplate(CHATML)
+    template = chat(CHATML)
     rendered: list[str] = []
     threads = [threading.Thread(target=lambda: rendered.append(template.render([USER]))) for _ in range(4)]
     for thread in threads:
@@ -189,7 +195,7 @@ def write(folder: Path, name: str, content: Any) -> None:
 
 
 def test_a_folder_has_a_template_in_one_of_its_files(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="has no chat template"):
+    with pytest.raises(InvalidArgumentError, match="must have a chat template"):
         ChatTemplate.from_folder(tmp_path)
     write(tmp_path, "special_tokens_map.json", {"bos_token": "<old>", "pad_token": "<pad>"})
     named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
@@ -212,6 +218,9 @@ def test_a_folder_has_a_template_in_one_of_its_files(tmp_path: Path) -> None:
     [
         ("tokenizer_config.json", "{"),
         ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", {"chat_template": {"default": "a"}}),
+        ("tokenizer_config.json", {"chat_template": ["a"]}),
+        ("tokenizer_config.json", {"chat_template": 5}),
         ("tokenizer_config.json", {"chat_template": "{% for %}"}),
         ("chat_template.jinja", "{{ 1 "),
         ("chat_template.jinja", "{% nothing %}"),

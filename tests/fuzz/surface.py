@@ -111,6 +111,15 @@ def _verify(rng: Random, request: Any, _: Any) -> None:
     request.conditions.append(rng.choice((1, 1, 4)))
 
 
+def _tokenize(rng: Random, request: Any, _: Any) -> None:
+    request.text = rng.choice(("Once upon", "é\U0001f600", "x" * 1000))
+    request.without_special_tokens = rng.random() < 0.5
+
+
+def _detokenize(rng: Random, request: Any, _: Any) -> None:
+    request.token_ids.ids.extend(rng.randrange(257) for _ in range(rng.choice((1, 5, 40))))
+
+
 def _register(rng: Random, request: Any, nodes: Any) -> None:
     role, node = rng.choice(("prefill", "decode")), request.node
     node.ref.node_id, node.ref.generation = f"n{rng.randrange(50)}", f"{rng.getrandbits(4):016x}"
@@ -150,6 +159,8 @@ def _health(rng: Random, request: Any, _: Any) -> None:
 _FILLERS: dict[str, Any] = {
     "Generate": _generate,
     "Verify": _verify,
+    "Tokenize": _tokenize,
+    "Detokenize": _detokenize,
     "Register": _register,
     "Heartbeat": _heartbeat,
     "Prefill": _prefill,

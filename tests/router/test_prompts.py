@@ -26,7 +26,7 @@ FAR_S = 60.0
 
 
 def model_of(max_model_len: int, tokenizer: Tokenizer) -> Model:
-    return Model(tokenizer=tokenizer, vocab_size=1000, max_model_len=max_model_len, name="m")
+    return Model(tokenizer=tokenizer, vocab_size=1000, max_model_len=max_model_len, name="m", folder=".")
 
 
 @pytest.fixture
@@ -105,12 +105,12 @@ class Gate(Tokenizer):
         for opened in self.opened.values():
             opened.set()
 
-    def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+    def encode(self, text: str, max_tokens: int | None = None, *, special: bool = True) -> tuple[int, ...]:
         self.begun.append(len(text))
         if len(self.begun) == 2:
             self.both.set()
         assert self.opened[len(text) > prompts.LONG].wait(WAIT_S)
-        return super().encode(text, max_tokens)
+        return super().encode(text, max_tokens, special=special)
 
 
 @contextlib.asynccontextmanager
