@@ -57,7 +57,7 @@ def serving(index: Index) -> Iterator[Index]:
             self.wfile.write(content)
             self.close_connection = True
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, *_: object) -> None:
             """Say nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

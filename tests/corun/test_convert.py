@@ -195,7 +195,7 @@ def test_what_is_another_kind_of_model_is_refused(changed: Synthetic, message: s
 def test_a_stray_tensor_is_refused(tmp_path: Path) -> None:
     stray = Synthetic()
     stray.weights["blk.0.attn_q_norm.weight"] = np.ones(HIDDEN, np.float32)
-    with pytest.raises(InvalidArgumentError, match="tensor = 'blk.0.attn_q_norm.weight': must be one that a Llama"):
+    with pytest.raises(InvalidArgumentError, match=r"tensor = 'blk.0.attn_q_norm.weight': must be one that a Llama"):
         convert(stray.write(tmp_path / "stray.gguf"), tmp_path)
 
 

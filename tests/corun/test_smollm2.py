@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from corun.cli import main  # noqa: E402
-from corun.errors import InvalidArgumentError, UnavailableError  # noqa: E402
-from corun.launch.preflight import weights  # noqa: E402
-from corun.models import downloaded, resolve_model, served_name, smollm2  # noqa: E402
-from corun.models.indexes import PUBLIC, indexes  # noqa: E402
-from corun.models.wheels import PIECE  # noqa: E402
-from tests.corun.index_server import Index, serving  # noqa: E402
-from tests.corun.synthetic_gguf import Synthetic  # noqa: E402
+from corun.cli import main
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.launch.preflight import weights
+from corun.models import downloaded, resolve_model, served_name, smollm2
+from corun.models.indexes import PUBLIC, indexes
+from corun.models.wheels import PIECE
+from tests.corun.index_server import Index, serving
+from tests.corun.synthetic_gguf import Synthetic
 
 FILE = f"/files/{smollm2.FILENAME}"
 PAGE = f"/simple/{smollm2.PROJECT}/"
@@ -173,7 +173,9 @@ def test_the_index_is_the_one_that_is_set(home: Path) -> None:
     config = {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "XDG_CONFIG_DIRS": str(home / "none")}
     pip = home / "config" / "pip" / "pip.conf"
     pip.parent.mkdir(parents=True)
-    pip.write_text("[global]\nindex-url = https://pip/simple/\nextra-index-url = https://a/simple\n  https://b/simple\n")
+    pip.write_text(
+        "[global]\nindex-url = https://pip/simple/\nextra-index-url = https://a/simple\n  https://b/simple\n"
+    )
     assert indexes(config) == ["https://pip/simple", "https://a/simple", "https://b/simple"]
     uv = home / "config" / "uv" / "uv.toml"
     uv.parent.mkdir(parents=True)
