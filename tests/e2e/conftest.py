@@ -106,12 +106,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @contextmanager
-def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator[Cluster]:
-    """Start a whole cluster in an unusual order: nodes first, router last.
+def started(logs: Path, *, threads: int, watch: Watch | None = None, model: str = "") -> Iterator[Cluster]:
+    """Start a whole cluster in an unusual order: nodes first, router last. It serves the tiny model if none is given.
 
     The nodes' copies of the model lie at different paths.
     """
-    model = str(tiny.ensure())
+    model = model or str(tiny.ensure())
     copy = str(shutil.copytree(model, logs / "a copy of the model"))
     port = free_port()
     with Processes(logs) as processes:
