@@ -6,7 +6,6 @@ This module owns where it comes from and where it lies. It must not know what a 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -107,6 +106,8 @@ def _make(target: Path, tell: Tell) -> None:
 @contextmanager
 def _alone(target: Path, tell: Tell) -> Iterator[None]:
     """Keep other processes out for as long as the block runs. The lock ends with its process, however that ends."""
+    import fcntl  # Windows has no such module, and no engine, but the client's commands.  # noqa: PLC0415
+
     with (target.parent / f".{FILENAME}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,7 +13,11 @@ import pytest
 pytest.importorskip("gguf")
 
 from corun.cli import main
+from corun.config.cluster_file import read
+from corun.config.fields import DecodeConfig
+from corun.config.flags import parse
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.launch import check
 from corun.launch.preflight import weights
 from corun.models import downloaded, resolve_model, served_name, smollm2
 from corun.models.indexes import PUBLIC, indexes
@@ -132,6 +136,20 @@ def test_what_no_index_has_is_said_without_secrets(index: Index, monkeypatch: py
     assert f"{index.url.replace('simple', 'other')}: HTTP status 404" in str(found.value)
     assert "secret" not in str(found.value)
     assert main(["model", "--name", "smollm2"]) == 4
+
+
+def test_a_cluster_file_and_a_node_name_it_and_nothing_is_fetched_before_the_node_runs(
+    index: Index, tmp_path: Path
+) -> None:
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")  # A name is no path.
+    file = tmp_path / "cluster.toml"
+    file.write_text('[pools.a]\nmodel = "smollm2"\n')
+    assert read(file).pool("a").model == "smollm2"
+    assert parse(DecodeConfig, ["--config", str(file)]).model == "smollm2"
+    assert parse(DecodeConfig, ["--model", "smollm2"]).model == "smollm2"
+    check(read(file))
+    assert index.asked == []
 
 
 def test_several_makers_fetch_it_once(index: Index) -> None:
