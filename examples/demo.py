@@ -92,7 +92,7 @@ def main() -> int:
     console.rule(f"{time.monotonic() - start:.0f} s")
     bits = "every bit agreed" if report["match"] else "BITS DIFFER"
     processes = f"processes left: {left}" if left else "no process left"
-    again = f"{report['cases']} streams through a killed node, run again {report['runs']} times"
+    again = f"{report['cases']} streams, {VICTIM} killed under them, run again {report['runs']} times"
     console.print(f"{again}: {bits}; {processes}.", style="bold")
     return 0 if report["match"] and not left else 1
 
@@ -130,6 +130,7 @@ class Streams:
             prompts = [await prompt_of(client, text, as_chats) for text in self._texts]
             killing = asyncio.create_task(self._kill(client))
             done = await asyncio.gather(*(self._stream(client, i, prompt) for i, prompt in enumerate(prompts)))
+            self._half.set()  # So it ends, too, if all streams were short.
             await killing
         return prompts, list(done)
 
