@@ -122,32 +122,24 @@ class Streams:
         self._address = address
         self._texts = texts
         self._tokens = 0
-        self._half = asyncio.Event()
+        self._is_killed = False
 
     async def run(self, as_chats: bool) -> tuple[list[list[int]], list[Generation]]:
         """Return the prompts as token ids, and what came."""
         async with AsyncClient(self._address) as client:
             prompts = [await prompt_of(client, text, as_chats) for text in self._texts]
-            killing = asyncio.create_task(self._kill(client))
             done = await asyncio.gather(*(self._stream(client, i, prompt) for i, prompt in enumerate(prompts)))
-            self._half.set()  # So it ends, too, if all streams were short.
-            await killing
         return prompts, list(done)
-
-    async def _kill(self, client: AsyncClient) -> None:
-        """Kill a decode node as soon as enough tokens have come."""
-        await self._half.wait()
-        (node,) = (one for one in (await client.get_cluster()).nodes if one.node.ref.node_id == VICTIM)
-        os.kill(process_of(VICTIM), signal.SIGKILL)
-        console.print(f"kill -9: {VICTIM} is gone, with {node.load.used_slots} streams in its slots", style="bold red")
 
     async def _stream(self, client: AsyncClient, index: int, prompt: list[int]) -> Generation:
         assembler, text = Assembler(1, prompt), f"{self._texts[index]} "
         async for chunk in client.stream(prompt, PARAMS, seed=SEED + index):
             assembler.add(chunk)
             self._tokens += len(chunk.token_ids)
-            if self._tokens >= TOKENS_BEFORE_KILL:
-                self._half.set()
+            if self._tokens >= TOKENS_BEFORE_KILL and not self._is_killed:
+                self._is_killed = True
+                os.kill(process_of(VICTIM), signal.SIGKILL)
+                console.print(f"kill -9: {VICTIM} is gone, and its streams go on elsewhere", style="bold red")
             text += chunk.text
             while len(text) >= LINE_WIDTH or (text and chunk.finish_reason is not None):
                 shown = "".join(c if c.isprintable() else "·" for c in text[:LINE_WIDTH])
