@@ -6,6 +6,8 @@ import asyncio
 import io
 import itertools
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from corun.cli import chat, main
 from corun.client.client import Client
 from corun.completion import Chunk
 from corun.errors import UnavailableError
+from corun.testing import local_cluster
 from corun.testing.engines import expected
 from router.text import Tokenizer
 from tests.clusters import FakeCluster, cluster
@@ -112,6 +115,25 @@ async def test_ctrl_c_ends_an_answer_and_what_came_of_it_stays(
     assert partial
     assert "there is no whole answer yet" in out
     assert rendered_before[1] == rendered(("user", "One"), ("assistant", partial), ("user", "Two"))
+
+
+def test_a_real_ctrl_c_ends_the_answer_and_not_the_chat(chat_model: str) -> None:
+    with local_cluster(model=chat_model, step_ms=20) as fake:
+        flags = ("--router", fake.address, "--max-tokens", "200", "--temperature", "1")
+        command = [sys.executable, "-m", "corun", "chat", *flags]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("One\n")
+            process.stdin.flush()
+            seen = process.stdout.read(3)
+            process.send_signal(signal.SIGINT)
+            while not seen.endswith(" …\n") and (more := process.stdout.read(1)):
+                seen += more
+            process.stdin.write("/receipt\n/quit\n")
+            process.stdin.close()
+            assert process.stdout.read() == "there is no whole answer yet\n"
+            assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(
