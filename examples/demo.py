@@ -76,7 +76,9 @@ def main() -> int:
     model = fetched_model()
     start = time.monotonic()
     console.rule(f"start: 1 router + 1 prefill node + 2 decode nodes, {model}, CPU")
-    with own_cluster(["--model", model, "--decode", "2", "--slots", "8"], show_green) as address:
+    # With small chunks a prefill node tests itself sooner, and the prompts here are short.
+    words = ("--model", model, "--decode", "2", "--slots", "8", "--chunk-size", "256")
+    with own_cluster(words, show_green) as address:
         texts = QUESTIONS if model == SMOLLM2 else BEGINNINGS
         console.rule(
             f"stream: {len(texts)} {'chats' if model == SMOLLM2 else 'prompts'} at once; {VICTIM} will be killed"
