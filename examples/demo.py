@@ -76,9 +76,7 @@ def main() -> int:
     model = fetched_model()
     start = time.monotonic()
     console.rule(f"start: 1 router + 1 prefill node + 2 decode nodes, {model}, CPU")
-    # With small chunks a prefill node tests itself sooner, and the prompts here are short.
-    words = ("--model", model, "--decode", "2", "--slots", "8", "--chunk-size", "256")
-    with own_cluster(words, show_green) as address:
+    with own_cluster(model, {"prefill": 1, "decode": 2}, show_green) as address:
         texts = QUESTIONS if model == SMOLLM2 else BEGINNINGS
         console.rule(
             f"stream: {len(texts)} {'chats' if model == SMOLLM2 else 'prompts'} at once; {VICTIM} will be killed"

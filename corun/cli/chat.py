@@ -85,11 +85,7 @@ class Chat:
 
 
 def _own(model: str) -> Any:
-    # One engine starts sooner than two, and tests itself sooner with small chunks.
-    return own_cluster(
-        ("--model", model, "--colocated", "1", "--chunk-size", "256"),
-        lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    return own_cluster(model, {"colocated": 1}, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 class Conversation:

@@ -5,25 +5,53 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from corun.config.cluster_file import PoolSpec, toml
 from corun.errors import UnavailableError
+from corun.models import checked
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 120.0
 _READY = "ready: "
+_PREFILL: dict[str, Any] = {"chunk_size": 256, "packed_prefill": False, "free_chunks": False}
+_DECODE: dict[str, Any] = {"slots": 8, "smaller_steps": False}
+"""Settings for a short start. To look for other ways to the same bits, and to test itself with large chunks, takes a
+node on a laptop longer than a short chat lasts."""
 
 
 @contextmanager
-def own_cluster(words: Sequence[str], say: Callable[[str], None]) -> Iterator[str]:
-    """Run `corun up` with `words` for as long as the block runs. Yield the address of its router.
+def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], None]) -> Iterator[str]:
+    """Run `corun up` with one pool for as long as the block runs. Yield the address of its router.
 
+    model: a path, an id on the hub, or a name. replicas: the number of nodes of each role, by default one of each side.
     say: gets each line that it prints until it is ready. What it prints on stderr goes to this process's.
 
-    Raises UnavailableError if the cluster does not start.
+    Raises:
+        InvalidArgumentError: the model is a path without a model.
+        UnavailableError: the cluster does not start.
     """
-    command = [sys.executable, "-m", "corun", "up", *words, "--port", "0"]
+    pool = PoolSpec(
+        common={"model": checked(model)},
+        router={"port": 0},
+        prefill=_PREFILL,
+        decode=_DECODE,
+        colocated={**_PREFILL, **_DECODE, "mixed_steps": False},
+        replicas=dict(replicas),
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(toml(pool))
+        file.flush()
+        with _running(file.name, say) as address:
+            yield address
+
+
+@contextmanager
+def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
+    command = [sys.executable, "-m", "corun", "up", file]
     # The cluster has its own session: Ctrl-C reaches only this process, which then ends the cluster in order.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
         try:

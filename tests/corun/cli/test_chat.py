@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corun.cli import chat, main
+from corun.cli import chat, main, own_cluster
 from corun.client.client import Client
 from corun.completion import Chunk
-from corun.errors import UnavailableError
+from corun.config.cluster_file import NODES, ClusterSpec, read
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.launch import check
 from corun.testing import local_cluster
 from corun.testing.engines import expected
 from router.text import Tokenizer
@@ -181,10 +184,36 @@ async def test_a_model_without_a_chat_template_is_refused(talk: Any, model: str)
     assert (code, "chat_template" in err) == (2, True)
 
 
+def test_a_cluster_of_its_own_needs_a_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="model = "), chat.own_cluster(str(tmp_path), {}, print):
+        pytest.fail("it has started")
+
+
 def test_a_cluster_that_does_not_start_is_an_error(tmp_path: Path) -> None:
-    said: list[str] = []
+    (tmp_path / "config.json").write_text("{}")
+    refused = {"colocated": 1, "decode": 1, "prefill": 0, "router": 0}
     with (
         pytest.raises(UnavailableError, match=r"the cluster did not start \(exit code 2\)"),
-        chat.own_cluster(("--model", str(tmp_path / "none")), said.append),
+        chat.own_cluster(str(tmp_path), refused, print),
     ):
         pytest.fail("it has started")
+
+
+@pytest.mark.parametrize("replicas", [{"colocated": 1}, {"prefill": 1, "decode": 2}])
+def test_a_cluster_of_its_own_is_one_that_can_be_started(
+    replicas: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ClusterSpec] = []
+
+    @contextmanager
+    def running(file: str, say: object) -> Iterator[str]:
+        check(spec := read(file))
+        seen.append(spec)
+        yield "here:1"
+
+    monkeypatch.setattr(own_cluster, "_running", running)
+    with chat.own_cluster("smollm2", replicas, print) as address:
+        assert address == "here:1"
+    (pool,) = seen[0].pools
+    assert {role: count for role in NODES if (count := pool.count(role))} == replicas
+    assert pool.model == "smollm2"
