@@ -47,7 +47,7 @@ QUESTIONS = (
     "What is photosynthesis?",
     "Name three animals that can fly.",
     "How do I boil an egg?",
-    "What is the largest planet?",
+    "What do plants need to grow?",
     "Write one sentence about the sea.",
     "What does a librarian do?",
     "Why do leaves fall in autumn?",

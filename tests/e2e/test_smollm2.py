@@ -26,7 +26,7 @@ DIGESTS = {
 }
 QUESTIONS = (
     ("What is the capital of France?", "Paris"),
-    ("What is the largest planet?", "Jupiter"),
+    ("What is photosynthesis?", "light"),
     ("Who wrote Romeo and Juliet?", "Shakespeare"),
 )
 OTHERS = ("Why is the sky blue?", "What do bees make?", "How do I boil an egg?", "Tell me a fact about the Moon.")
