@@ -37,7 +37,7 @@ LINE_WIDTH = 64
 SEED = 42
 VICTIM = "decode-1"
 TOKENS_BEFORE_KILL = 96
-PARAMS = SamplingParams(temperature=0.2, top_p=0.9, max_tokens=48, logprobs=True)
+PARAMS = SamplingParams(temperature=0.2, top_p=0.9, max_tokens=32, logprobs=True)
 SYSTEM = "You are a helpful assistant."
 QUESTIONS = (
     "What is the capital of France?",
