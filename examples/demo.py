@@ -36,8 +36,8 @@ UNAVAILABLE = 4
 LINE_WIDTH = 64
 SEED = 42
 VICTIM = "decode-1"
-TOKENS_BEFORE_KILL = 96
-PARAMS = SamplingParams(temperature=0.2, top_p=0.9, max_tokens=32, logprobs=True)
+TOKENS_BEFORE_KILL = 72
+PARAMS = SamplingParams(temperature=0.2, top_p=0.9, max_tokens=24, logprobs=True)
 SYSTEM = "You are a helpful assistant."
 QUESTIONS = (
     "What is the capital of France?",
