@@ -17,7 +17,6 @@ from corun.models import files, smollm2, tiny
 from tests.e2e.conftest import SLOTS, Cluster, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
-SYSTEM = "You are a helpful assistant."
 OPENING = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
 """The tokens of the template's own system message, up to its end, as SmolLM2's own tokenizer gives them."""
 DIGESTS = {
@@ -25,11 +24,13 @@ DIGESTS = {
     "tokenizer.json": "a4299d38385d2b5e399f48b06c47bac9455d315d1a92cac459d8c2850847d66c",
 }
 QUESTIONS = (
-    ("What is the capital of France?", "Paris"),
+    ("Name three primary colors.", "Blue"),
+    ("Why is the sky blue?", "Rayleigh"),
     ("What is photosynthesis?", "light"),
     ("Who wrote Romeo and Juliet?", "Shakespeare"),
 )
-OTHERS = ("Why is the sky blue?", "What do bees make?", "How do I boil an egg?", "Tell me a fact about the Moon.")
+"""Questions whose answers do not hang on a tie of two tokens, each with a word of the answer."""
+OTHERS = ("What do bees make?", "How do I boil an egg?", "Tell me a fact about the Moon.")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_tokens_are_those_of_the_plain_algorithm(model: Path, text: str) -> None
 
 def ask(client: Client, question: str, seed: int) -> Generation:
     template = ChatTemplate(client.get_chat_template())
-    text = template.render([{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}])
+    text = template.render([{"role": "user", "content": question}])
     prompt = client.tokenize(text, add_special_tokens=False).token_ids
     return client.generate(prompt, SamplingParams(temperature=0, max_tokens=64, logprobs=True), seed=seed)
 
