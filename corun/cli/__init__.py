@@ -19,12 +19,14 @@ import tyro
 
 import corun
 from corun.cli.batch import Batch
+from corun.cli.chat import Chat
 from corun.cli.diff import Diff
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.generate import Generate
+from corun.cli.models import Model
 from corun.cli.replay import Replay
 from corun.cli.status import Status
-from corun.cli.tools import Certs, Gateway, Model
+from corun.cli.tools import Certs, Gateway
 from corun.cli.up import Scale, Up
 from corun.cli.verify import Verify
 from corun.errors import (
@@ -44,6 +46,8 @@ _DESCRIPTION = """A prefill-decode LLM serving cluster whose output is bitwise r
 
 examples:
   corun up                                             start a cluster with the built-in tiny model
+  corun up --model smollm2                             with a small model that talks, fetched once
+  corun chat                                           talk with it in the terminal
   corun generate "Once upon a time" --seed 42          stream one prompt
   corun batch prompts.jsonl -o results.jsonl           run a file of prompts; run it again to resume
   corun verify results.jsonl                           run results again and compare every bit
@@ -72,6 +76,7 @@ COMMANDS: dict[str, type[Any]] = {
     "scale": Scale,
     "gateway": Gateway,
     "generate": Generate,
+    "chat": Chat,
     "batch": Batch,
     "status": Status,
     "verify": Verify,

@@ -1,4 +1,4 @@
-"""`corun gateway`, `corun certs` and `corun model`: commands whose work stands elsewhere, in packages that may lack."""
+"""`corun gateway` and `corun certs`: commands whose work stands elsewhere, in packages that may lack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import tyro
 
-from corun.cli.options import OptionalPath
 from corun.config.extras import needs_extra
 from corun.gateway.config import GatewayConfig
 
@@ -57,23 +56,4 @@ class Certs:
             certs = importlib.import_module("corun.cli.issue_certs")
         for path in certs.make(self.directory, self.hosts):
             print(path)
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Make the built-in tiny model and print its directory.
-
-    examples:
-      corun model                     in the user's cache
-      corun model ./tiny              anywhere else
-    """
-
-    path: tyro.conf.Positional[OptionalPath] = None
-    """Directory to make; by default in the user's cache, and only if it is not there yet."""
-
-    def run(self) -> int:
-        with needs_extra("corun model", "cpu"):
-            tiny = importlib.import_module("corun.models.tiny")
-        print(tiny.ensure(self.path))
         return 0

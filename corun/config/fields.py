@@ -390,7 +390,7 @@ class NodeConfig(MemberConfig):
     """What prefill and decode nodes have in common."""
 
     model: str = field(metadata=CONTRACT | POOL | NOT_EMPTY)
-    """Path of the model's directory, or its id on the hub."""
+    """Path of the model's directory, its id on the hub, or a name: tiny, smollm2."""
     router: tuple[str, ...] = field(default=("127.0.0.1:50051",), metadata=LAUNCHER | checked(_check_addresses))
     """Routers to join, each host:port. A name is looked up again every few seconds, and means a router at each of its
     addresses."""

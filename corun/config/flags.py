@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from corun.config.cluster_file import CONFIGS, read
 from corun.config.fields import MemberConfig
 from corun.errors import CorunError, InvalidArgumentError, Shown
-from corun.models import resolve_model
+from corun.models import checked
 
 C = TypeVar("C", bound=MemberConfig)
 
@@ -61,7 +61,7 @@ def _defaults(cls: type[C], path: str, pool: str) -> C:
     role = next(name for name, each in CONFIGS.items() if each is cls)
     found.check_files(role)
     settings = found.settings(role)
-    return cls(**settings) if role == "router" else cls(**{**settings, "model": resolve_model(found.model)})
+    return cls(**settings) if role == "router" else cls(**{**settings, "model": checked(found.model)})
 
 
 def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
-from corun.models import TINY, resolve_model
+from corun.models import checked
 
 
 def run(
@@ -70,6 +70,6 @@ def check(spec: ClusterSpec) -> None:
     spec.check_files()
     for pool in spec.pools:
         try:
-            _ = pool.model == TINY or resolve_model(pool.model)  # The built-in model is made where it is needed.
+            checked(pool.model)  # A model that is fetched or made comes to the machine where it is needed.
         except InvalidArgumentError as error:
             raise InvalidArgumentError(pool.where("prefill", "model"), error.value, error.limit) from None

@@ -24,7 +24,8 @@ from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get, installed_eng
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.members import LOOPBACK, ROUTER, free_ports, members, with_free_ports
 from corun.launch.placement import INSTEAD, TURNS, on_own, takes_turns
-from corun.models import NOT_NEEDED, TINY
+from corun.models import NOT_NEEDED, SMOLLM2, TINY, smollm2
+from corun.models.files import cache
 
 PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")
 """The packages that the processes of a cluster import."""
@@ -134,13 +135,15 @@ def _free(path: str) -> int:
 
 
 def weights(model: str) -> Weights:
-    """Return how large a model is. model: a directory, an id on the hub, or the built-in model.
+    """Return how large a model is. model: a directory, an id on the hub, or a name of `corun.models.NAMED`.
 
     Raises:
         UnavailableError: the model has no weights, or it is not on this machine and the hub does not answer.
     """
     if model == TINY:
         return Weights(size=TINY_BYTES)
+    if model == SMOLLM2:
+        return _of_smollm2()
     if (path := Path(model).expanduser()).is_dir():
         return _of_directory(path)
     # This package comes with the engine, which a client does not have.
@@ -155,8 +158,20 @@ def weights(model: str) -> Weights:
     names = [file for file in files if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename]
     if not (size := sum(file.size or 0 for file in names)):
         raise UnavailableError(f"{model} has no safetensors on the hub")
-    cache = Path(constants.HF_HUB_CACHE)
-    return Weights(size=size, to_fetch=size, room=_free(str(next(at for at in (cache, *cache.parents) if at.exists()))))
+    return Weights(size=size, to_fetch=size, room=_room(Path(constants.HF_HUB_CACHE)))
+
+
+def _of_smollm2() -> Weights:
+    size = smollm2.WEIGHTS_SIZE
+    if smollm2.is_whole(smollm2.path()):
+        return Weights(size=size, stored_as="bfloat16")
+    # While it is converted, the fetched file, what is in it and the weights are there together.
+    return Weights(size=size, stored_as="bfloat16", to_fetch=2 * smollm2.SIZE + size, room=_room(cache()))
+
+
+def _room(directory: Path) -> int:
+    """Return the free space where a directory is, or will be."""
+    return _free(str(next(at for at in (directory, *directory.parents) if at.exists())))
 
 
 def _of_directory(path: Path) -> Weights:

@@ -14,36 +14,72 @@ from corun.observe import stages
 NOT_NEEDED = ["original/*", "*.gguf", "*.pth"]
 """The files of a hub repository that hold the same weights a second time."""
 TINY = "tiny"
-"""The model name that stands for the built-in model."""
+"""The model name that stands for the built-in model of random weights, which is made where it is needed."""
+SMOLLM2 = "smollm2"
+"""The model name that stands for a small model that talks, which is fetched once (`corun.models.smollm2`)."""
+NAMED = (TINY, SMOLLM2)
+_STAGE_BYTES = 10_000_000
+"""The bytes of a fetched model between two lines in the log."""
 _HUB_CACHE = re.compile(r"models--(.+)/snapshots/[0-9a-f]+$")
 """The path at which the hub's library keeps a model."""
-_BUILT_IN = re.compile(rf"{TINY}-[0-9a-f]{{12}}$")
-"""The name of the built-in model's directory (`corun.models.tiny.ensure`)."""
+_CACHED = re.compile(rf"({'|'.join(NAMED)})-[0-9a-f]{{12}}$")
+"""The name of the directory of a model of `NAMED` in the user's cache."""
 
 
 def resolve_model(model: str) -> str:
-    """Return the path of a local model; a hub id stays as it is. The built-in model is made first if need be.
+    """Return the path of a local model; a hub id stays as it is. A model of `NAMED` is made first if need be.
+
+    Raises:
+        InvalidArgumentError: a path without a model.
+        UnavailableError: smollm2 is not here, and cannot be fetched.
+    """
+    return made(model) if model in NAMED else checked(model)
+
+
+def made(model: str) -> str:
+    """Return the directory of a model of `NAMED`. It is made first if need be, and the log says how far that is."""
+    # Only who makes a model needs numpy and safetensors.
+    if model == TINY:
+        from corun.models import tiny  # noqa: PLC0415
+
+        return str(tiny.ensure())
+    from corun.models import smollm2  # noqa: PLC0415
+
+    said: tuple[str, int] | None = None
+
+    def tell(doing: str, fetched: int) -> None:
+        nonlocal said
+        if (now := (doing, fetched // _STAGE_BYTES)) != said:
+            said = now
+            stages.enter(f"{doing}, {fetched // 10**6} of {smollm2.SIZE // 10**6} MB")
+
+    return str(smollm2.ensure(tell=tell))
+
+
+def checked(model: str) -> str:
+    """Return the absolute path of a local model. A hub id and a name of `NAMED` stay as they are; nothing is made.
 
     Raises InvalidArgumentError for a path without a model.
     """
-    if model == TINY:
-        from corun.models import tiny  # Only this model needs numpy and safetensors here.  # noqa: PLC0415
-
-        return str(tiny.ensure())
+    if model in NAMED:
+        return model
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return str(path.resolve())
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise InvalidArgumentError("model", model, "must be 'tiny', a directory with a config.json, or a hub id")
+        named = ", ".join(map(repr, NAMED))
+        raise InvalidArgumentError("model", model, f"must be {named}, a directory with a config.json, or a hub id")
     return model
 
 
 def downloaded(model: str) -> str:
-    """Return the directory of a model. A model with a hub id is first fetched into the hub's cache, if need be.
+    """Return the directory of a model. It is first fetched or made, if need be.
 
     Raises:
-        UnavailableError: the hub does not have it, or cannot be reached.
+        UnavailableError: the hub, or the package index, does not have it or cannot be reached.
     """
+    if model in NAMED:
+        return made(model)
     if Path(model).is_dir():
         return model
     # This package comes with the engine, which clients do not have.
@@ -62,6 +98,6 @@ def served_name(model: str) -> str:
     path = Path(model)
     if cached := _HUB_CACHE.search(path.as_posix()):
         return cached[1].replace("--", "/", 1)
-    if _BUILT_IN.match(path.name):
-        return TINY
+    if named := _CACHED.match(path.name):
+        return named[1]
     return path.name if path.is_absolute() and path.name else model

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from corun.errors import InvalidArgumentError
+from corun.models.files import cache
 
 _SEED = "corun-tiny-1"
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 4, 256, 8, 4, 64, 768
@@ -61,8 +62,7 @@ def ensure(path: str | os.PathLike[str] | None = None) -> Path:
     path: where to make it; by default in the user's cache. Several processes may call this at once, since the
     directory appears whole or not at all. Raises InvalidArgumentError if the directory holds anything else.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = Path(path) if path is not None else cache / "corun" / f"tiny-{version()}"
+    target = Path(path) if path is not None else cache() / f"tiny-{version()}"
     if _is_ours(target):
         return target
     is_foreign = target.exists() and (not target.is_dir() or any(target.iterdir()))

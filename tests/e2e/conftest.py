@@ -94,14 +94,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @contextmanager
-def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
-    """Start a whole cluster in an unusual order: nodes first, router last.
+def started(logs: Path, *, threads: int, model: str = "") -> Iterator[Cluster]:
+    """Start a whole cluster in an unusual order: nodes first, router last. It serves the tiny model if none is given.
 
     The nodes' copies of the model lie at different paths, and have a chat template.
     """
-    ours = tiny.ensure()
-    model = str(shutil.copytree(ours, logs / ours.name))
-    (Path(model) / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")
+    if not model:
+        ours = tiny.ensure()
+        model = str(shutil.copytree(ours, logs / ours.name))
+        (Path(model) / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")
     copy = str(shutil.copytree(model, logs / "a copy of the model"))
     port = free_port()
     address = f"127.0.0.1:{port}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corun.cli import main, up
+from corun.cli import main, models, up
 from corun.cli.up import Up
 from corun.config.cluster_file import CONFIGS, Security, read
 from corun.launch import preflight
@@ -22,7 +22,7 @@ from corun.launch.preflight import Finding
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of each launch; none is made."""
     calls: list[Any] = []
-    launch = SimpleNamespace(run=lambda spec, **options: calls.append((spec, options)) or 7)
+    launch = SimpleNamespace(run=lambda spec, **options: calls.append((spec, options)) or 7, check=lambda spec: None)
     monkeypatch.setitem(sys.modules, "corun.launch", launch)  # type: ignore[arg-type]
     return calls
 
@@ -119,6 +119,18 @@ def test_check_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str]
 def test_a_file_and_its_flags_do_not_mix(flags: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", str(file), *flags]) == 2
     assert f"must be left out: {file} says it" in capsys.readouterr().err
+
+
+def test_a_model_is_fetched_before_the_cluster_starts_and_elsewhere_by_its_nodes(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "fetched", lambda: runs.append("fetched"))
+    assert main(["up", "--model", "smollm2"]) == 7
+    assert (runs[0], runs[1][0].pools[0].model) == ("fetched", "smollm2")
+    runs.clear()
+    assert main(["up", "--model", "smollm2", "--ray-address", "auto"]) == 7
+    assert main(["up", "--model", "tiny"]) == 7
+    assert "fetched" not in runs
 
 
 def test_the_spec_of_the_file_is_run(file: Path, runs: list[Any]) -> None:

@@ -147,7 +147,7 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_model_that_is_nowhere(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidArgumentError, match="must be 'tiny', a directory"):
+    with pytest.raises(InvalidArgumentError, match="must be 'tiny', 'smollm2', a directory"):
         resolve_model(model)
 
 

