@@ -1,15 +1,14 @@
 """Render chats into prompts with the template that a model brings.
 
-A template is a program that a stranger wrote, so it runs in jinja2's sandbox, and its time and its text are bounded. It
-finds there what transformers gives templates. This module must not know tokens, and loads neither torch nor vLLM.
+A template is a program that comes with a model. It runs in jinja2's sandbox, so it reads no files and calls nothing but
+what transformers gives templates. What bounds its time is the size of the chat: callers bound that before. This module
+must not know tokens, and loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,12 +30,6 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 """The most bytes of each file that is read. Configurations that list every added token have a few MiB."""
 MAX_TEMPLATE = 1024 * 1024
 """The most characters of a template."""
-MAX_RENDERED = 64 * 1024 * 1024
-"""The most characters of a rendered chat, and of a text or list that a template makes by repetition."""
-MAX_RENDER_S = 2.0
-"""The most seconds of CPU time that rendering one chat may take. Usual chats need less than a millisecond."""
-STEPS = 64
-"""A template's loops, calls and look-ups between two looks at the clock."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 """The fields that a message may have."""
@@ -49,9 +42,7 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """The chat template of one model. It may be used in several threads."""
 
-    def __init__(
-        self, source: TemplateSource, *, max_rendered: int = MAX_RENDERED, max_render_s: float = MAX_RENDER_S
-    ) -> None:
+    def __init__(self, source: TemplateSource) -> None:
         """Compile a template.
 
         Raises:
@@ -65,8 +56,6 @@ class ChatTemplate:
         self._tokens = {token.name: token.text for token in source.special_tokens}
         self._plain = _Compiled(environment, source.source)
         self._for_tools = _Compiled(environment, source.source_for_tools) if source.source_for_tools else self._plain
-        self._max_rendered = max_rendered
-        self._max_render_s = max_render_s
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate:
@@ -86,8 +75,8 @@ class ChatTemplate:
         shape. add_generation_prompt: end with what begins the assistant's answer. kwargs: the template's own
         variables.
 
-        Raises InvalidArgumentError, which names the field, if a message is malformed, the template knows no such
-        variable, refuses the chat, or takes too long.
+        Raises InvalidArgumentError, which names the field, if a message is malformed, or if the template knows no such
+        variable or refuses the chat.
         """
         compiled = self._for_tools if tools else self._plain
         compiled.check_variables(bool(tools), kwargs)
@@ -98,18 +87,13 @@ class ChatTemplate:
             "tools": list(map(dict, tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        chat = Shown(f"{len(messages)} messages")
-        limits = _limits.set(_Limits(self._max_rendered, self._max_render_s))
         try:
-            return "".join(_bounded(compiled.template.generate(variables), self._max_rendered))
-        except _LimitError as error:
-            raise InvalidArgumentError("messages", chat, str(error)) from None
+            return compiled.template.render(variables)
         except MemoryError:
             raise
         except Exception as error:  # A template can raise anything. It met this chat, so the chat is what is refused.
+            chat = Shown(f"{len(messages)} messages")
             raise InvalidArgumentError("messages", chat, f"the model's chat template refuses them: {error}") from error
-        finally:
-            _limits.reset(limits)
 
 
 class _Compiled:
@@ -118,11 +102,9 @@ class _Compiled:
     def __init__(self, environment: _Environment, source: str) -> None:
         try:
             tree = environment.parse(source)
-            self.template = environment.from_string(tree)
+            self.template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UnavailableError(f"the model's chat template cannot be used: {error}") from error
-        # A tree is read before it is compiled into a template with changes of its own.
-        tree = environment.parse(source)
         self.takes_parts = _loops_over_content(tree)
         """Whether the template wants the content of messages as lists of parts."""
         self._variables = meta.find_undeclared_variables(tree)
@@ -136,33 +118,6 @@ class _Compiled:
                 raise InvalidArgumentError(f"chat_template_kwargs.{name}", value, limit)
 
 
-class _LimitError(Exception):
-    """A template took too long, or made too much. Its text says the limit."""
-
-
-class _Limits:
-    """What is left of the time for one chat, and how long a text may be."""
-
-    def __init__(self, max_rendered: int, max_render_s: float) -> None:
-        self._max_rendered = max_rendered
-        self._max_render_s = max_render_s
-        self._ends_at = time.thread_time() + max_render_s
-        self._steps = 0
-
-    def step(self) -> None:
-        """Count one step of the template. Raises _LimitError if its time is over."""
-        self._steps += 1
-        if self._steps % STEPS == 0 and time.thread_time() > self._ends_at:
-            raise _LimitError(f"take the model's chat template more than {self._max_render_s:g} s")
-
-    def check_size(self, size: int) -> None:
-        if size > self._max_rendered:
-            raise _LimitError(f"must be at most {self._max_rendered} characters when they are rendered")
-
-
-_limits: ContextVar[_Limits] = ContextVar("limits")
-
-
 class _Generation(Extension):
     """The statement `generation`, which marks an assistant's text for training and is its content otherwise."""
 
@@ -174,60 +129,12 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of chat templates. Each look-up, call and turn of a loop is a step that `_Limits` counts."""
-
-    intercepted_binops = frozenset({"*", "**"})
+    """The sandbox of chat templates, with what transformers gives them."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         self.filters["tojson"] = _to_json
-        self.filters[_COUNTED] = _counted
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-
-    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        for loop in list(source.find_all(nodes.For)):
-            loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno, environment=self)
-        return super()._generate(source, *args, **kwargs)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        _limits.get().step()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        _limits.get().step()
-        return super().getitem(obj, argument)
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _limits.get().step()
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise _LimitError("meet a power in the model's chat template, which has no bound")
-        for items, times in ((left, right), (right, left)):
-            if isinstance(items, (str, list, tuple)) and isinstance(times, int):
-                _limits.get().check_size(len(items) * times)
-        return super().call_binop(context, operator, left, right)
-
-
-_COUNTED = "corun_counted"
-
-
-@jinja2.pass_context  # So it never runs when the template is compiled.
-def _counted(_: Any, items: Iterable[Any]) -> Iterator[Any]:
-    step = _limits.get().step
-    for item in items:
-        step()
-        yield item
-
-
-def _bounded(pieces: Iterator[str], most: int) -> Iterator[str]:
-    limits, size = _limits.get(), 0
-    for piece in pieces:
-        limits.step()
-        size += len(piece)
-        limits.check_size(size)
-        yield piece
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **kwargs: Any) -> str:

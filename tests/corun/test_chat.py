@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,9 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def chat(source: str, **limits: Any) -> ChatTemplate:
+def chat(source: str) -> ChatTemplate:
     tokens = tuple(SpecialToken(name=name, text=text) for name, text in TOKENS.items())
-    return ChatTemplate(TemplateSource(source=source, special_tokens=tokens), **limits)
+    return ChatTemplate(TemplateSource(source=source, special_tokens=tokens))
 
 
 def refusal(template: ChatTemplate, messages: Any, **kwargs: Any) -> InvalidArgumentError:
@@ -155,38 +154,6 @@ def test_a_template_may_refuse_a_chat() -> None:
 )
 def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
     assert refusal(chat(source), [USER]).field == "messages"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-    ],
-)
-def test_time_is_bounded(source: str) -> None:
-    # A clock of CPU time: other work on the machine does not use the time up.
-    assert "more than 0.05 s" in refusal(chat(source, max_render_s=0.05), [USER]).limit
-
-
-@pytest.mark.parametrize(
-    "source", ["{% for i in range(999) %}{{ messages[0].content }}{% endfor %}", "{{ 'ab' * 999 }}"]
-)
-def test_size_is_bounded(source: str) -> None:
-    assert chat(source).render([USER])
-    assert "must be at most 100 characters" in refusal(chat(source, max_rendered=100), [USER]).limit
-    assert "no bound" in refusal(chat("{{ 9 ** 9 }}"), [USER]).limit
-
-
-def test_threads_have_limits_of_their_own() -> None:
-    template = chat(CHATML)
-    rendered: list[str] = []
-    threads = [threading.Thread(target=lambda: rendered.append(template.render([USER]))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert rendered == [template.render([USER])] * 4
 
 
 def write(folder: Path, name: str, content: Any) -> None:
