@@ -27,7 +27,10 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--model /nowhere", "model = '/nowhere': must be 'tiny', a directory with a config.json, or a hub id"),
+        (
+            "--model /nowhere",
+            "model = '/nowhere': must be 'tiny', 'smollm2', a directory with a config.json, or a hub id",
+        ),
         ("--systems stock", "systems = 'stock': must be one of std"),
         ("--systems bi", "systems = 'bi': needs a GPU"),
         ("--systems std,std", "only once"),
