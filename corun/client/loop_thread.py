@@ -36,6 +36,8 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._refusal = ""
         """Why nothing can run any more; empty while it can."""
+        self._not_to_free: list[Routers] | None = None
+        """In a forked child: what would wait for gRPC's threads, which do not exist there, if it were freed."""
         atexit.register(self.end)
         os.register_at_fork(after_in_child=self._lose)
 
@@ -62,7 +64,9 @@ class LoopThread:
     def abandon(self, routers: Routers) -> Future[None] | None:
         """Close a client's routers without waiting for them. Return None if nothing can be open."""
         routers.is_closed = True
-        if self._loop is not None:
+        if self._not_to_free is not None:
+            self._not_to_free.append(routers)
+        elif self._loop is not None:
             with suppress(CorunError, RuntimeError):
                 return self.submit(routers.close())
         return None
@@ -102,6 +106,7 @@ class LoopThread:
         self._lock = threading.Lock()
         if self._loop is not None:
             self._refusal = "this process was forked after a client was used: gRPC does not survive that"
+            self._not_to_free = []
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
