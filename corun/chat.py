@@ -1,8 +1,8 @@
 """Render chats into prompts with the template that a model brings.
 
 A template is a program that comes with a model. It runs in jinja2's sandbox, so it reads no files and calls nothing but
-what transformers gives templates. What bounds its time is the size of the chat: callers bound that before. This module
-must not know tokens, and loads neither torch nor vLLM.
+what transformers gives templates. What bounds its time is the size of the chat: callers bound that. This module must
+not know tokens, and loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -30,9 +30,16 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 """The most bytes of each file that is read. Configurations that list every added token have a few MiB."""
 MAX_TEMPLATE = 1024 * 1024
 """The most characters of a template."""
+MAX_ARGUMENTS = 256 * 1024
+"""The most characters that the arguments of a chat's tool calls may have as text. Python's parser holds the interpreter
+while it reads them."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 """The fields that a message may have."""
+_EMPTY = ("refusal", "annotations", "audio", "function_call")
+"""Fields of the messages that OpenAI's package writes. They may be null or an empty list, and are left out."""
+_REASONING = ("reasoning", "reasoning_content")
+"""The two names of one field."""
 OWN = ("self", "messages", "tools", "add_generation_prompt")
 """The names that a template's own variables cannot have, since `render` has them."""
 
@@ -42,8 +49,10 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """The chat template of one model. It may be used in several threads."""
 
-    def __init__(self, source: TemplateSource) -> None:
+    def __init__(self, source: TemplateSource, max_content: int | None = None) -> None:
         """Compile a template.
+
+        max_content: the most characters that the contents of a chat may have together; None: any number.
 
         Raises:
             InvalidArgumentError: the model has no chat template.
@@ -53,6 +62,7 @@ class ChatTemplate:
             limit = f"must have a chat template, in {TEMPLATE_FILE} or {CONFIG_FILE}: this model takes only prompts"
             raise InvalidArgumentError("chat_template", Shown("none"), limit)
         environment = _Environment()
+        self._max_content = max_content
         self._tokens = {token.name: token.text for token in source.special_tokens}
         self._plain = _Compiled(environment, source.source)
         self._for_tools = _Compiled(environment, source.source_for_tools) if source.source_for_tools else self._plain
@@ -80,10 +90,12 @@ class ChatTemplate:
         """
         compiled = self._for_tools if tools else self._plain
         compiled.check_variables(bool(tools), kwargs)
+        read = _messages(messages, as_parts=compiled.takes_parts)
+        self._check_size(read)
         variables = {
             **self._tokens,
             **kwargs,
-            "messages": _messages(messages, as_parts=compiled.takes_parts),
+            "messages": read,
             "tools": list(map(dict, tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -94,6 +106,14 @@ class ChatTemplate:
         except Exception as error:  # A template can raise anything. It met this chat, so the chat is what is refused.
             chat = Shown(f"{len(messages)} messages")
             raise InvalidArgumentError("messages", chat, f"the model's chat template refuses them: {error}") from error
+
+    def _check_size(self, messages: Sequence[Message]) -> None:
+        """Raise InvalidArgumentError if the contents are too long. Templates that append each message to the text so
+        far would take too long, too."""
+        size = sum(map(_length, (message["content"] for message in messages)))
+        if self._max_content is not None and size > self._max_content:
+            limit = f"must be at most {self._max_content} characters of content together"
+            raise InvalidArgumentError("messages", Shown(f"{size} characters"), limit)
 
 
 class _Compiled:
@@ -179,26 +199,42 @@ def _messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, 
     """Check messages and return them as a template wants them."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidArgumentError("messages", messages, "must be a list of messages, at least one")
-    return [_message(f"messages[{i}]", message, as_parts=as_parts) for i, message in enumerate(messages)]
+    found = [_message(f"messages[{i}]", message, as_parts=as_parts) for i, message in enumerate(messages)]
+    _read_arguments(found)
+    return found
+
+
+def _length(content: Any) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 def _message(field: str, message: Any, *, as_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidArgumentError(field, message, "must be an object with role and content")
+    message = {name: value for name, value in message.items() if not (name in _EMPTY and value in (None, []))}
     for name, value in message.items():
         if name not in _MESSAGE:
-            raise InvalidArgumentError(f"{field}.{name}", value, "is not a known field")
+            limit = "must be null or empty: it is not supported" if name in _EMPTY else "is not a known field"
+            raise InvalidArgumentError(f"{field}.{name}", value, limit)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidArgumentError(f"{field}.role", role, "must be text, such as user")
     found = {name: value for name, value in message.items() if value is not None}  # To a template null is text.
-    if "content" in found:
-        found["content"] = _content(f"{field}.content", found["content"], as_parts=as_parts)
-    elif not found.get("tool_calls"):
-        raise InvalidArgumentError(f"{field}.content", None, "must be text or text parts, unless there are tool_calls")
-    if "tool_calls" in found:
-        found["tool_calls"] = _tool_calls(f"{field}.tool_calls", found["tool_calls"])
-    return found
+    calls = _tool_calls(f"{field}.tool_calls", found.pop("tool_calls", ()))
+    if "content" not in found and not calls and role != "assistant":
+        limit = "must be text or text parts, unless there are tool_calls or the role is assistant"
+        raise InvalidArgumentError(f"{field}.content", None, limit)
+    found["content"] = _content(f"{field}.content", found.get("content", ()), as_parts=as_parts)
+    found |= {"tool_calls": calls} if calls else {}  # To some templates an empty list is a list of calls.
+    return found | _reasoning(field, found)
+
+
+def _reasoning(field: str, message: Message) -> dict[str, Any]:
+    """Return a message's reasoning under both of its names, since each template knows one of them."""
+    given = [message[name] for name in _REASONING if name in message]
+    if len(given) == 2 and given[0] != given[1]:
+        raise InvalidArgumentError(f"{field}.reasoning_content", given[1], "must be null, or equal to reasoning")
+    return dict.fromkeys(_REASONING, given[0]) if given else {}
 
 
 def _content(field: str, content: Any, *, as_parts: bool) -> Any:
@@ -225,7 +261,7 @@ def _part(field: str, part: Any) -> dict[str, str]:
 
 
 def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments as objects, which templates expect. In OpenAI's API they are text."""
+    """Return copies of tool calls, with arguments that are not read yet."""
     if not isinstance(calls, (list, tuple)):
         raise InvalidArgumentError(field, calls, "must be a list of tool calls")
     found = []
@@ -233,16 +269,32 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidArgumentError(f"{field}[{i}]", call, "must be an object with function.name")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                arguments = None
-        if not isinstance(arguments, Mapping):
-            name = f"{field}[{i}].function.arguments"
-            raise InvalidArgumentError(name, function["arguments"], "must be a JSON object, or text of one")
-        found.append({**call, "function": {**function, "arguments": arguments}})
+        found.append({**call, "function": {**function, "arguments": function.get("arguments") or {}}})
+    return found
+
+
+def _read_arguments(messages: Sequence[Message]) -> None:
+    """Turn the arguments of tool calls into objects, which templates expect. In OpenAI's API they are text."""
+    functions = {
+        f"messages[{i}].tool_calls[{j}].function.arguments": call["function"]
+        for i, message in enumerate(messages)
+        for j, call in enumerate(message.get("tool_calls", ()))
+    }
+    texts = (each["arguments"] for each in functions.values())
+    if (size := sum(len(text) for text in texts if isinstance(text, str))) > MAX_ARGUMENTS:
+        limit = f"must have at most {MAX_ARGUMENTS} characters in the arguments of all tool_calls together"
+        raise InvalidArgumentError("messages", Shown(f"{size} characters"), limit)
+    for field, function in functions.items():
+        function["arguments"] = _arguments(field, function["arguments"])
+
+
+def _arguments(field: str, given: Any) -> Mapping[str, Any]:
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise InvalidArgumentError(field, given, "must be a JSON object, or text of one, and not too deep")
     return found
 
 

@@ -43,7 +43,7 @@ class Gateway:
         self._config = config
         self._catalog = Catalog(config, self.clients)
         completions = Completions(config, self.clients, self._catalog)
-        self.activity, self.room = completions.activity, completions.room
+        self.activity, self.room, self._renders = completions.activity, completions.room, completions.renders
         self._started_at = int(time.time())
         app = web.Application(middlewares=[self._heard, translated])
         for path, handler in (
@@ -119,6 +119,7 @@ class Gateway:
         for timer in self._silent.values():
             timer.cancel()
         await self._runner.cleanup()
+        self._renders.close()
         await self.clients.close()
 
     def _connection(self) -> asyncio.BaseProtocol:

@@ -80,7 +80,9 @@ class Chat:
 
     def render(self, source: TemplateSource, max_bytes: int) -> str:
         """Return the prompt. Raises InvalidArgumentError if it is refused, or has more than `max_bytes` bytes."""
-        prompt = _compiled(source).render(self.messages, self.tools, self.add_generation_prompt, **self.variables)
+        prompt = _compiled(source, max_bytes).render(
+            self.messages, self.tools, self.add_generation_prompt, **self.variables
+        )
         if (size := len(check_text("messages", prompt).encode())) > max_bytes:
             limit = f"must be at most {max_bytes} bytes when they are rendered"
             raise InvalidArgumentError("messages", Shown(f"{size} bytes"), limit)
@@ -193,7 +195,7 @@ def _max_tokens(fields: Mapping[str, Any]) -> tuple[str, Any]:
     new, old = fields.get("max_completion_tokens"), fields.get("max_tokens")
     if new is None:
         return "max_tokens", old
-    if old not in (None, new):
+    if old is not None and (type(old) is not type(new) or old != new):
         raise InvalidArgumentError("max_tokens", old, f"must be null, or max_completion_tokens, {new!r}")
     return "max_completion_tokens", new
 

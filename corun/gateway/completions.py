@@ -7,7 +7,7 @@ frees its slots. This module must not know routes, nor how clients are kept.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from corun.gateway.chats import Chat, read_chat_request, read_detokenize, read_t
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import event_of, naming, typed
+from corun.gateway.renders import Renders
 from corun.gateway.requests import CompletionRequest, read_request
 from corun.gateway.responses import COMPLETION, DONE, Events, Shape
 from corun.gateway.streams import Chunks, EventStream, Numbered, merged
@@ -55,6 +56,7 @@ class Completions:
     def __init__(self, config: GatewayConfig, clients: Clients, catalog: Catalog) -> None:
         self.activity = Prompts(config.max_requests)
         self.room = Room(config.max_bodies_bytes)
+        self.renders = Renders(config.timeout_s)
         self._config = config
         self._clients = clients
         self._catalog = catalog
@@ -66,7 +68,9 @@ class Completions:
             incoming.check_model(asked.model)
             calls = len(asked.prompts)
             with self.activity.more(calls - 1), self._clients.lease(incoming.token, calls) as client:
-                return await self._run(incoming, await _translated(asked, client), client, COMPLETION)
+                with self.activity.told():
+                    asked = await _translated(asked, client)
+                return await self._run(incoming, asked, client, COMPLETION)
 
     async def post_chat(self, request: web.Request) -> web.StreamResponse:
         """Handle a request for the answer to a chat."""
@@ -83,7 +87,7 @@ class Completions:
         async with self._incoming(request) as incoming:
             asked = read_tokenize(incoming.body)
             incoming.check_model(asked.model)
-            with self._clients.lease(incoming.token) as client:
+            with self._clients.lease(incoming.token) as client, self.activity.told():
                 if isinstance(asked.prompt, Chat):
                     found = await self._tokens_of_chat(incoming, asked.prompt, client)
                 else:
@@ -101,7 +105,7 @@ class Completions:
         async with self._incoming(request) as incoming:
             model, token_ids = read_detokenize(incoming.body)
             incoming.check_model(model)
-            with self._clients.lease(incoming.token) as client, naming("token_ids", "tokens"):
+            with self._clients.lease(incoming.token) as client, naming("token_ids", "tokens"), self.activity.told():
                 return web.json_response({"prompt": await client.detokenize(token_ids)})
 
     @asynccontextmanager
@@ -110,17 +114,20 @@ class Completions:
         token = bearer_token(request.headers.get("Authorization"))
         caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
         with self.activity.request(), within(caller), self.room.hold(token) as hold:
-            served = await self._catalog.served(token)  # First: only known clients may send a body.
-            limits = Limits.of_model(served.max_model_len, served.max_prompt_bytes, self._config.max_body_bytes)
-            body = await read_body(request, limits, hold, self._config.client_timeout_s)
+            with self.activity.told():
+                served = await self._catalog.served(token)  # First: only known clients may send a body.
+                limits = Limits.of_model(served.max_model_len, served.max_prompt_bytes, self._config.max_body_bytes)
+                body = await read_body(request, limits, hold, self._config.client_timeout_s)
             yield _Incoming(request=request, token=token, served=served, body=body)
 
     async def _tokens_of_chat(self, incoming: _Incoming, chat: Chat, client: AsyncClient) -> Tokens:
-        template = await self._catalog.template(incoming.token)
-        # The template is a stranger's program. In a thread of its own it holds up no stream.
-        text = await asyncio.to_thread(chat.render, template, incoming.served.max_prompt_bytes)
-        with naming("prompt", "messages", whole=True):
-            return await client.tokenize(text, add_special_tokens=False)
+        with self.activity.told():
+            template = await self._catalog.template(incoming.token)
+            # The template is a stranger's program. In a thread of its own it holds up no stream.
+            render = functools.partial(chat.render, template, incoming.served.max_prompt_bytes)
+            text = await self.renders.run(incoming.token, render)
+            with naming("prompt", "messages", whole=True):
+                return await client.tokenize(text, add_special_tokens=False)
 
     async def _run(
         self, incoming: _Incoming, asked: CompletionRequest, client: AsyncClient, shape: Shape

@@ -60,6 +60,9 @@ _FIXED_OF_COMPLETIONS: Fixed = {
     "suffix": (("",), "must be empty: there is no insertion"),
 }
 _STREAM_OPTIONS = ("stream_options.include_usage", "stream_options.continuous_usage_stats")
+_FIXED_STREAM_OPTIONS: Fixed = {
+    "stream_options.include_obfuscation": ((False,), "must be false: nothing hides the sizes of events"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,9 +245,7 @@ def _stream_options(value: Any, stream: bool) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgumentError("stream_options", value, "must be an object")
     options = {f"stream_options.{name}": option for name, option in value.items()}
-    for name, option in options.items():
-        if name not in _STREAM_OPTIONS:
-            raise InvalidArgumentError(name, option, "is not a known field")
+    check_known(options, _STREAM_OPTIONS, _FIXED_STREAM_OPTIONS)
     return options
 
 

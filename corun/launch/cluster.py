@@ -53,6 +53,8 @@ class _Pool:
     clients: tuple[Client, ...] = ()
     is_ready: bool = False
     """True once every router had all wanted nodes of the pool in use. It stays true."""
+    gateway: str = ""
+    """The name of its gateway; empty if it has none."""
     in_use: tuple[set[str], ...] = ()
     """For each router that answered the last question, the names of the nodes that it uses."""
 
@@ -120,6 +122,7 @@ class Cluster:
             if http := pool.spec.http():
                 name = f"{pool.spec.name}.{GATEWAY}" if len(self._pools) > 1 else GATEWAY
                 argv = gateway_command(pool.spec, http, pool.addresses)
+                pool.gateway = name
                 self._gateways[name] = Supervisor(name, argv, self._logs / f"{name}.log")
 
     def watch(self, signals: runtime.StopSignals) -> None:
@@ -208,11 +211,15 @@ class Cluster:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
     def _tell_gateways(self) -> None:
-        for name, gateway in self._gateways.items():
-            status = gateway.status()
-            if status.state is ProcessState.FAILED:
-                raise UnavailableError(f"{name} {status.detail}\nlogs in {self._logs}")
-            self._say.change(name, f"process {status.pid}" if status.pid else f"{status.state.value}: {status.detail}")
+        """Report what each gateway is doing. Raises UnavailableError if one failed before its pool was ready: later,
+        clients that need no gateway are still served."""
+        for pool in self._pools.values():
+            if name := pool.gateway:
+                status = self._gateways[name].status()
+                if status.state is ProcessState.FAILED and not pool.is_ready:
+                    raise UnavailableError(f"{name} {status.detail}\nlogs in {self._logs}")
+                doing = f"process {status.pid}" if status.pid else f"{status.state.value}: {status.detail}"
+                self._say.change(name, doing)
 
     def _tell_start(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         """Report what each node that no router uses yet is doing, until all pools are ready."""
@@ -251,9 +258,10 @@ class Cluster:
             slots = sum(used[0][name] for name in wanted)
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
             with suppress(BrokenPipeError):
-                print(line if len(self._pools) == 1 else f"{line}, pool {pool.spec.name}", flush=True)
+                of_pool = f", pool {pool.spec.name}" if len(self._pools) > 1 else ""
+                print(f"{line}{of_pool}", flush=True)
                 if http := pool.spec.http():
-                    print(f"http: {gateway_url(http)}/v1", flush=True)
+                    print(f"http: {gateway_url(http)}/v1{of_pool}", flush=True)
             commands = "\n".join(f"  {command}" for command in next_steps(pool.spec, pool.addresses[0]))
             self._say(f"try, in another terminal:\n{commands}")
 

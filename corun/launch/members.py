@@ -108,7 +108,9 @@ def gateway_command(pool: PoolSpec, http: HttpConfig, routers: Sequence[str]) ->
 
 
 def gateway_url(http: HttpConfig) -> str:
-    return f"{'https' if http.https_cert else 'http'}://{join_address(http.host, http.port)}"
+    """Return the URL at which a gateway can be opened on its own machine, even if it listens on all addresses."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(http.host, http.host)
+    return f"{'https' if http.https_cert else 'http'}://{join_address(host, http.port)}"
 
 
 def listens_anywhere(pool: PoolSpec) -> bool:

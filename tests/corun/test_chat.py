@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.chat import ChatTemplate
+from corun.chat import MAX_ARGUMENTS, ChatTemplate
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.types import SpecialToken, TemplateSource
 
@@ -98,6 +98,58 @@ def test_content_in_parts_is_joined_or_kept_as_the_template_wants() -> None:
 def test_null_is_no_field() -> None:
     template = chat("{% for m in messages %}{{ m.name is defined }}{{ m.tool_calls }}{% endfor %}")
     assert template.render([{"role": "user", "content": "a", "name": None, "tool_calls": None}]) == "False"
+
+
+def test_a_history_that_openais_package_writes_is_taken() -> None:
+    unused = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+    said = {"role": "assistant", "content": "a", "tool_calls": None, **unused}
+    assert chat(CHATML).render([said]) == chat(CHATML).render([{"role": "assistant", "content": "a"}])
+    for name in unused:
+        assert refusal(chat(CHATML), [{**said, name: "x"}]).field == f"messages[0].{name}"
+
+
+def test_content_that_is_missing_is_empty() -> None:
+    shows = chat("{% for m in messages %}{{ m.content | tojson }}{{ m.tool_calls is defined }}{% endfor %}")
+    parts = chat("{% for m in messages %}{{ m.content }}{% for part in m.content %}{% endfor %}{% endfor %}")
+    for without in ({"content": None}, {}, {"content": None, "tool_calls": []}):
+        message = {"role": "assistant", **without}
+        assert shows.render([message]) == '""False'
+        assert parts.render([message]) == "[]"
+    assert shows.render([{"role": "assistant", "tool_calls": [CALL]}]) == '""True'
+
+
+def test_templates_know_reasoning_by_both_names() -> None:
+    template = chat("{% for m in messages %}{{ m.reasoning }},{{ m.reasoning_content }}{% endfor %}")
+    for given in ({"reasoning": "r"}, {"reasoning_content": "r"}, {"reasoning": "r", "reasoning_content": "r"}):
+        assert template.render([{**USER, **given}]) == "r,r"
+    assert template.render([USER]) == ","
+    differ = {"reasoning": "r", "reasoning_content": "s"}
+    assert refusal(template, [{**USER, **differ}]).field == "messages[0].reasoning_content"
+
+
+def calling(*arguments: Any) -> list[dict[str, Any]]:
+    calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
+    return [USER, {"role": "assistant", "tool_calls": calls}]
+
+
+def test_arguments_of_tool_calls_are_bounded_before_they_are_read() -> None:
+    shows = chat("{{ messages[1].tool_calls[0].function.arguments | tojson }}")
+    largest = json.dumps({"x": "y" * (MAX_ARGUMENTS - 9)})
+    assert len(largest) == MAX_ARGUMENTS
+    assert shows.render(calling(largest)) == largest
+    for texts in ([largest + " "], [largest, "{}"], ["[" * (MAX_ARGUMENTS + 1)]):
+        error = refusal(shows, calling(*texts))
+        assert (error.field, str(MAX_ARGUMENTS) in error.limit) == ("messages", True)
+    error = refusal(shows, calling("{}", '{"x":' + "[" * 100_000))
+    assert error.field == "messages[1].tool_calls[1].function.arguments"
+
+
+def test_contents_together_are_bounded_before_a_template_sees_them() -> None:
+    source = TemplateSource(source="{{ raise_exception('rendered') }}")
+    for messages in ([USER, USER], [{"role": "user", "content": [{"type": "text", "text": "x" * 20}]}]):
+        assert "rendered" in refusal(ChatTemplate(source, 40), messages).limit
+        error = refusal(ChatTemplate(source, 15), messages)
+        assert (error.field, "at most 15 characters" in error.limit) == ("messages", True)
 
 
 @pytest.mark.parametrize(

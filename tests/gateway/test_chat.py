@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from corun.chat import ChatTemplate
 from corun.client.client import AsyncClient
-from corun.gateway.chats import _FIXED_OF_CHATS
+from corun.gateway.chats import _FIXED_OF_CHATS, Chat
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.seeds import sample_seed
@@ -99,7 +100,9 @@ async def test_the_shape_of_answers_and_streams(chat_model: str) -> None:
     async with cluster(chat_model) as fake, serving(fake) as http:
         answer = await chat(http, max_tokens=2, request_id="mine", seed=1)
         slow(fake)
-        *chunks, usage = await stream(http, max_tokens=4, seed=1, stream_options={"include_usage": True})
+        *chunks, usage = await stream(
+            http, max_tokens=4, seed=1, stream_options={"include_usage": True, "include_obfuscation": False}
+        )
         counted = await stream(http, max_tokens=4, seed=1, stream_options=usages)
     begin = {"id", "object", "created", "model", "choices"}
     assert set(answer) == {*begin, "usage", "system_fingerprint"}
@@ -254,8 +257,11 @@ async def test_what_cannot_be_done_is_refused_by_name(chat_model: str) -> None:
                     assert (status, error["type"]) == (400, "invalid_request_error"), (field, value, answer)
                     assert error["param"].startswith(field), (field, value, answer)
                     assert error["message"] == f"{error['param']} = {error['value']}: {error['limit']}"
-        both = {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6}
-        assert (await http.post(both, CHAT))[1]["error"]["param"] == "max_tokens"
+        for old, new in ((5, 6), (True, 1), (1.0, 1)):
+            both = {"messages": MESSAGES, "max_tokens": old, "max_completion_tokens": new}
+            assert (await http.post(both, CHAT))[1]["error"]["param"] == "max_tokens"
+        hidden = {"messages": MESSAGES, "stream": True, "stream_options": {"include_obfuscation": True}}
+        assert (await http.post(hidden, CHAT))[1]["error"]["param"] == "stream_options.include_obfuscation"
         assert (await http.post({"messages": MESSAGES, "model": "other"}, CHAT))[0] == 404
 
 
@@ -318,6 +324,38 @@ async def test_a_client_that_leaves_ends_its_chat(chat_model: str) -> None:
             await asyncio.wait((task,))
             await fake.idle()
             await fake.until(lambda: http.gateway.activity.running == 0)
+
+
+async def test_a_gateway_that_ends_tells_the_chats_that_it_renders(
+    chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering, go_on = threading.Event(), threading.Event()
+
+    def stall(*_: Any) -> str:
+        rendering.set()
+        go_on.wait()
+        return "late"
+
+    monkeypatch.setattr(Chat, "render", stall)
+    async with cluster(chat_model) as fake, serving(fake, drain_grace_s=0.05) as http:
+        asked = [asyncio.ensure_future(http.post({"messages": MESSAGES}, path)) for path in (CHAT, "/tokenize")]
+        await fake.until(lambda: rendering.is_set() and http.gateway.activity.running == 2)
+        try:
+            await http.gateway.drain()
+            await http.gateway.stop()
+            for status, answer, _ in await asyncio.gather(*asked):
+                assert (status, "shutting down" in answer["error"]["message"]) == (503, True)
+        finally:
+            go_on.set()
+
+
+async def test_chats_that_take_long_are_answered(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(Chat, "render", lambda *_: str(go_on.wait()))
+    async with cluster(chat_model) as fake, serving(fake, timeout_s=0.2) as http:
+        status, answer, _ = await http.post({"messages": MESSAGES}, CHAT)
+        go_on.set()
+        assert (status, "not rendered in 0.2 s" in answer["error"]["message"]) == (504, True)
 
 
 def _leases(fake: FakeCluster) -> int:

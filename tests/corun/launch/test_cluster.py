@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corun.cli import parse
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
+from corun.errors import UnavailableError
 from corun.launch.cluster import Cluster, _Pool, failure, unsettled
 from corun.launch.members import ProcessSpec, members
 from corun.launch.placement import on_joined
@@ -242,3 +244,17 @@ def test_the_next_steps_are_commands_that_reach_the_cluster(tmp_path: Path) -> N
             f" --tls-key YOUR-client.key --token-file {tmp_path}/client.token"
         )
         parse(command.replace("'Once upon a time'", "Once").split()[1:])
+
+
+def test_a_gateway_that_fails_ends_a_cluster_only_before_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    tested = cluster(spec())
+    failed = ProcessStatus(name="gateway", state=ProcessState.FAILED, detail="exit code 1 after 0 s")
+    gateway: Any = SimpleNamespace(status=lambda: failed)
+    tested._gateways, pool = {"gateway": gateway}, tested._pools["main"]
+    pool.gateway = "gateway"
+    with pytest.raises(UnavailableError, match="gateway exit code 1"):
+        tested._tell_gateways()
+    pool.is_ready = True
+    tested._tell_gateways()
+    tested._tell_gateways()
+    assert told(capsys) == ["gateway: failed: exit code 1 after 0 s"]

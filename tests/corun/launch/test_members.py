@@ -113,6 +113,8 @@ def test_a_gateway_understands_its_command(tmp_path: Path) -> None:
     plain = PoolSpec(common={"model": "m"}, gateway={"host": "::", "port": 1}, security=Security(insecure=True))
     assert "--insecure" in gateway_command(plain, HttpConfig(host="::", port=1), ("a:1",))
     assert gateway_url(HttpConfig(host="::1", port=1, https_cert="x")) == "https://[::1]:1"
+    assert gateway_url(HttpConfig(host="0.0.0.0", port=1)) == "http://127.0.0.1:1"
+    assert gateway_url(HttpConfig(host="::", port=1)) == "http://[::1]:1"
 
 
 def test_a_gateway_gets_a_free_port() -> None:
