@@ -264,14 +264,16 @@ class SampleQueue:
     def pump_soon(self) -> None:
         """Call `pump` after the code that runs now. By then, samples that lost placements in it have queued again."""
         if self._pumping is None:
-            self._pumping = asyncio.get_running_loop().call_soon(self.pump)
+            self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
+
+    def _pump_now(self) -> None:
+        self._pumping = None
+        self.pump()
 
     def pump(self) -> None:
         """Place entries in order, until the first one has to wait for room on a node in use. An entry that no node in
-        use could ever hold steps aside, or fails if no other node could hold it either."""
-        if self._pumping is not None:
-            self._pumping.cancel()  # This does nothing to the call that runs now.
-            self._pumping = None
+        use could ever hold steps aside, or fails if no other node could hold it either. A later call that `pump_soon`
+        has promised still comes: what it is to see may change before it."""
         most_tokens = self._pool.most_tokens() if self._aside else 0
         for entry in [entry for entry in self._aside if entry.need.total <= most_tokens]:
             self._aside.pop(entry).cancel()

@@ -73,8 +73,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of a whole output. Ids that the tokenizer does not have give no text, nor do special tokens
-        unless `special` is true."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        unless `special` is true. Other threads can run meanwhile, which `Tokenizer.decode` would not let them."""
+        return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=not special)[0]
 
     def spellings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return each token as the vocabulary spells it; empty for ids that the tokenizer does not have."""

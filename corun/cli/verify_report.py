@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from corun.client.client import Client
 from corun.client.routers import Deadline
-from corun.errors import DataLossError, DeadlineError, UnavailableError
+from corun.errors import DataLossError, DeadlineError, OverloadedError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.records.verification import Condition, NamedCase, VerifyCase, VerifyResult, all_if_none
@@ -132,6 +133,10 @@ class Verification:
                     except DeadlineError:
                         if len(owed) == before or not deadline.remaining_s:
                             raise
+                    except OverloadedError as error:  # Another verification began between two of these calls.
+                        if not self.report.runs or error.retry_after_s >= deadline.remaining_s:
+                            raise
+                        time.sleep(error.retry_after_s)
         return self.report
 
     def _call(
@@ -145,11 +150,13 @@ class Verification:
     ) -> Iterator[VerifyResult]:
         """Make one call, for the cases that are owed under a condition. Yield each result once it is in the report.
 
-        Raises DeadlineError if the router ended the call.
+        Raises DeadlineError if the router ended the call, or if no time is left for one.
         """
         indices = owed.copy()
         asked = [self._case(cases[index]) for index in indices]
-        timeout_s = deadline.remaining_s or None
+        timeout_s = deadline.remaining_s
+        if not timeout_s:
+            raise DeadlineError(f"{len(owed)} cases have not been run under {condition.value} in time")
         for result in client.verify(asked, [condition], order_seed=order_seed, timeout_s=timeout_s):
             index = indices[result.case_index] if result.case_index < len(indices) else -1
             if index not in owed or result.condition is not condition:

@@ -556,3 +556,16 @@ def test_any_course_of_events_loses_nobody_and_keeps_the_order(course: list[Any]
         assert model.queue.head is None
 
     asyncio.run(run())
+
+
+async def test_a_pump_does_not_take_the_place_of_a_promised_one() -> None:
+    """What changes between the two, such as a node that takes samples to decode again, is seen by the promised one."""
+    pool = FakePool()
+    queue = make(pool)
+    [entry] = queue.enter([need()])
+    asyncio.get_running_loop().call_soon(setattr, pool, "free", 1)
+    queue.pump_soon()
+    queue.pump()
+    await asyncio.sleep(0)
+    assert placed([entry]) == [0]
+    (await queue.place(entry, later())).close()

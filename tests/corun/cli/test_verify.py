@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from corun.cli import verify_report
+from corun.client.client import Client
 from corun.client.progress import ProgressBar
-from corun.errors import DeadlineError
+from corun.errors import DeadlineError, OverloadedError
 from corun.params import SamplingParams
-from corun.records.verification import Condition, NamedCase, VerifyCase
+from corun.records.verification import Condition, NamedCase, VerifyCase, VerifyResult
 from corun.rpc import codec
 from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
 from tests.corun.fake_router import FINGERPRINT, FakeRouter
@@ -302,3 +304,42 @@ def test_a_call_carries_so_many_cases_and_bytes(prompts: list[int], sizes: list[
     for _, part in parts:
         size = codec.verify_request([each.case for each in part], ()).ByteSize()
         assert len(part) == 1 or size <= verify_report.BYTES_PER_CALL
+
+
+class _OneCase:
+    """A client whose calls answer one case, or raise the next error, and note the time that they were given."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        self.errors = list(errors)
+        self.timeouts: list[float | None] = []
+
+    def verify(
+        self, cases: Any, conditions: list[Condition], *, order_seed: int, timeout_s: float | None
+    ) -> Iterator[VerifyResult]:
+        self.timeouts.append(timeout_s)
+        if self.errors and (error := self.errors.pop(0)):
+            raise error
+        yield VerifyResult(case_index=0, condition=conditions[0], match=True, expected_digest="")
+
+
+def one_case() -> verify_report.Verification:
+    case = VerifyCase(prompt_token_ids=(1,), sampling_params=SamplingParams(), seed=1)
+    return verify_report.Verification([NamedCase(name="a", case=case)], [Condition.ALONE, Condition.CROWDED])
+
+
+def test_no_call_is_made_once_the_time_is_over() -> None:
+    client = _OneCase()
+    over: Any = lambda: setattr(verify_report.Deadline, "remaining_s", 0.0)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify_report.Deadline, "remaining_s", 1.0)
+        with pytest.raises(DeadlineError, match="crowded in time"):
+            one_case().run(cast("Client", client), on_result=over)
+    assert client.timeouts == [1.0]
+
+
+def test_a_verification_waits_for_one_that_began_between_its_calls() -> None:
+    client = _OneCase(None, OverloadedError("another runs", 0.01))
+    assert one_case().run(cast("Client", client)).num_missing == 0
+    assert len(client.timeouts) == 3
+    with pytest.raises(OverloadedError):
+        one_case().run(cast("Client", _OneCase(OverloadedError("another runs", 0.01))))
