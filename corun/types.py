@@ -301,7 +301,7 @@ class Tokens:
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
-    """Each token as the vocabulary spells it."""
+    """Each token as the vocabulary spells it. Empty unless that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,17 @@ async def prompt_of(client: AsyncClient, text: str, as_chat: bool) -> list[int]:
 def process_of(node: str) -> int:
     """Return the process of a node of this demo's cluster."""
     for pid in descendants(os.getpid()):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        words = command_line(pid)
         if "--node-id" in words and words[words.index("--node-id") + 1] == node:
             return pid
     raise SystemExit(f"{node} has no process")
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the words of a process's command line; none if it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return []
 
 
 def show_receipts(done: list[Generation]) -> None:

@@ -205,11 +205,12 @@ class RequestRunner:
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
             raise InvalidArgumentError("sampling_params.max_tokens", params.max_tokens, limit)
 
-    async def tokenize(self, text: str, deadline: float, caller: Caller, *, special: bool) -> Tokens:
+    async def tokenize(self, text: str, deadline: float, caller: Caller, *, special: bool, spelled: bool) -> Tokens:
         """Return the tokens that a text prompt becomes; without those that the tokenizer adds unless `special`."""
         model = await self.model(deadline)
         ids = await self._texts.encode(text, model, deadline, caller.name, special=special)
-        return Tokens(token_ids=ids, tokens=model.tokenizer.spellings(ids))
+        # A long prompt's spellings take a tenth of a second.
+        return Tokens(token_ids=ids, tokens=await asyncio.to_thread(model.tokenizer.spellings, ids) if spelled else ())
 
     async def detokenize(self, token_ids: Sequence[int], deadline: float, caller: Caller) -> str:
         """Return the text of token ids. There may be as many as the model's length."""

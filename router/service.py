@@ -127,8 +127,13 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def Tokenize(self, request: cluster_pb2.TokenizeRequest, context: Context) -> cluster_pb2.TokenizeResponse:
         with self.activity.counted():
             self.activity.check()
-            special = not request.without_special_tokens
-            tokens = await self.requests.tokenize(request.text, _deadline(context), caller(), special=special)
+            tokens = await self.requests.tokenize(
+                request.text,
+                _deadline(context),
+                caller(),
+                special=not request.without_special_tokens,
+                spelled=request.with_spellings,
+            )
             return codec.tokens_to_proto(tokens)
 
     async def Detokenize(

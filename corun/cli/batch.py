@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -132,19 +133,17 @@ class _Run:
             await asyncio.sleep(delay)
 
     async def _keep_contracts(self, client: AsyncClient, fingerprint: str) -> None:
-        """Write the contracts of a fingerprint that this run has not met before. A router that does not tell them is no
-        error, since results matter more."""
+        """Write the contracts of a fingerprint that this run has not met before. No error of that ends the
+        batch, since results matter more."""
         if fingerprint in self._fingerprints:
             return
         self._fingerprints.add(fingerprint)
-        try:
+        with suppress(CorunError, OSError):
             status = await client.get_cluster()
-        except CorunError:
-            return
-        if lines := contract_lines(status) if status.fingerprint == fingerprint else []:
             path = contracts_beside(self._batch.output)
             known = path.read_text(encoding="utf-8") if path.exists() else ""
-            if fingerprint not in known:
+            lines = contract_lines(status)
+            if lines and status.fingerprint == fingerprint and fingerprint not in known:
                 path.write_text(known + "\n".join(lines) + "\n", encoding="utf-8")
 
     def summary(self, total: int) -> str:

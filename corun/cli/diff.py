@@ -72,7 +72,10 @@ class Diff:
         files = [contracts_beside(path) for path in (self.first, self.second)]
         if missing := [str(file) for file in files if not file.is_file()]:
             return found | {"unknown": f"{', '.join(missing)} is not there"}
-        values = differing(of_file(files[0], first), of_file(files[1], second))
+        try:
+            values = differing(of_file(files[0], first), of_file(files[1], second))
+        except InvalidArgumentError as error:
+            return found | {"unknown": str(error)}
         return found | {"fields": {name: list(both) for name, both in sorted(values.items())}}
 
     def _show(self, found: Mapping[str, str], summary: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from corun import processes
 from corun.config.cluster_file import PoolSpec, toml
 from corun.errors import UnavailableError
 from corun.models import checked
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 120.0
+_UP = (sys.executable, "-m", "corun", "up")
 _READY = "ready: "
 _PREFILL: dict[str, Any] = {"chunk_size": 256, "packed_prefill": False, "free_chunks": False}
 _DECODE: dict[str, Any] = {"slots": 8, "smaller_steps": False}
@@ -51,8 +54,10 @@ def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], No
 
 @contextmanager
 def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
-    command = [sys.executable, "-m", "corun", "up", file]
-    # The cluster has its own session: Ctrl-C reaches only this process, which then ends the cluster in order.
+    # A guard ends the cluster if this process dies of a closed terminal or a signal. The cluster has its own session:
+    # Ctrl-C reaches only this process, which then ends the cluster in order.
+    guard = (sys.executable, "-I", processes.__file__, str(os.getpid()), str(STOP_TIMEOUT_S))
+    command = [*guard, *_UP, file]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
         try:
             yield _wait_until_ready(up, say)

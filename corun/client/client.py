@@ -250,12 +250,20 @@ class AsyncClient:
         """
         return codec.template_from_proto(await self._ask("GetChatTemplate", pb.GetChatTemplateRequest(), timeout_s))
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True, timeout_s: float | None = None) -> Tokens:
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        with_spellings: bool = False,
+        timeout_s: float | None = None,
+    ) -> Tokens:
         """Return the tokens that the cluster makes of a text.
 
         Args:
             text: the text, which may spell special tokens.
             add_special_tokens: add those that the tokenizer adds to every prompt. A rendered chat has them already.
+            with_spellings: also return each token as the vocabulary spells it.
             timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
 
         Raises:
@@ -266,7 +274,9 @@ class AsyncClient:
             print((await client.tokenize("Once upon a time")).token_ids)
         """
         request = pb.TokenizeRequest(
-            text=check_text("prompt.text", text), without_special_tokens=not add_special_tokens
+            text=check_text("prompt.text", text),
+            without_special_tokens=not add_special_tokens,
+            with_spellings=with_spellings,
         )
         return codec.tokens_from_proto(await self._ask("Tokenize", request, timeout_s))
 

@@ -89,9 +89,13 @@ class Completions:
             incoming.check_model(asked.model)
             with self._clients.lease(incoming.token) as client, self.activity.told():
                 if isinstance(asked.prompt, Chat):
-                    found = await self._tokens_of_chat(incoming, asked.prompt, client)
+                    found = await self._tokens_of_chat(incoming, asked.prompt, client, asked.return_token_strs)
                 else:
-                    found = await client.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
+                    found = await client.tokenize(
+                        asked.prompt,
+                        add_special_tokens=asked.add_special_tokens,
+                        with_spellings=asked.return_token_strs,
+                    )
             answer = {
                 "count": len(found.token_ids),
                 "max_model_len": incoming.served.max_model_len,
@@ -120,14 +124,15 @@ class Completions:
                 body = await read_body(request, limits, hold, self._config.client_timeout_s)
             yield _Incoming(request=request, token=token, served=served, body=body)
 
-    async def _tokens_of_chat(self, incoming: _Incoming, chat: Chat, client: AsyncClient) -> Tokens:
+    async def _tokens_of_chat(
+        self, incoming: _Incoming, chat: Chat, client: AsyncClient, with_spellings: bool = False
+    ) -> Tokens:
         with self.activity.told():
             template = await self._catalog.template(incoming.token)
-            # The template is a stranger's program. In a thread of its own it holds up no stream.
             render = functools.partial(chat.render, template, incoming.served.max_prompt_bytes)
             text = await self.renders.run(incoming.token, render)
             with naming("prompt", "messages", whole=True):
-                return await client.tokenize(text, add_special_tokens=False)
+                return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
 
     async def _run(
         self, incoming: _Incoming, asked: CompletionRequest, client: AsyncClient, shape: Shape

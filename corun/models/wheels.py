@@ -82,7 +82,8 @@ class _Links(HTMLParser):
 
 
 def _download(session: requests.Session, url: str, part: Path, wanted: Pinned, tell: Callable[[int], None]) -> None:
-    """Fetch what `part` lacks. A lost connection is opened again as long as each one brings something."""
+    """Fetch what `part` lacks. A lost connection is opened again as long as each one brings something. What is
+    whole but too short is another file."""
     while (before := _size(part)) < wanted.size:
         tell(before)
         try:
@@ -90,6 +91,10 @@ def _download(session: requests.Session, url: str, part: Path, wanted: Pinned, t
         except requests.RequestException:
             if _size(part) <= before:
                 raise
+        else:
+            if _size(part) < wanted.size:
+                part.unlink()
+                raise _NotThereError(f"what it gives has less than {wanted.size} bytes")
     tell(wanted.size)
     if (found := sha256(part)) != wanted.sha256:
         part.unlink()
@@ -107,6 +112,7 @@ def _continue(session: requests.Session, url: str, part: Path, wanted: Pinned, t
             for piece in answer.iter_content(PIECE):
                 there += len(piece)
                 if there > wanted.size:
+                    part.unlink()
                     raise _NotThereError(f"what it gives has more than {wanted.size} bytes")
                 file.write(piece)
                 tell(there)

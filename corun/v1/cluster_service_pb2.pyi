@@ -199,12 +199,14 @@ class SpecialToken(_message.Message):
     def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("text", "without_special_tokens")
+    __slots__ = ("text", "without_special_tokens", "with_spellings")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WITH_SPELLINGS_FIELD_NUMBER: _ClassVar[int]
     text: str
     without_special_tokens: bool
-    def __init__(self, text: _Optional[str] = ..., without_special_tokens: bool = ...) -> None: ...
+    with_spellings: bool
+    def __init__(self, text: _Optional[str] = ..., without_special_tokens: bool = ..., with_spellings: bool = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids", "tokens")

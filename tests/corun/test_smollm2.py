@@ -207,3 +207,11 @@ def test_the_index_is_the_one_that_is_set(home: Path) -> None:
     assert indexes(given)[:3] == ["https://pip-env/simple", "https://d/simple", "https://e/simple"]
     assert indexes({**given, "UV_DEFAULT_INDEX": "https://uv-env/simple"})[0] == "https://uv-env/simple"
     assert indexes({**given, "UV_DEFAULT_INDEX": "https://pip-env/simple/"}).count("https://pip-env/simple") == 1
+
+
+def test_a_file_that_is_too_short_is_refused_at_once(index: Index) -> None:
+    """It comes whole, by its own account: to ask again would never end."""
+    index.content = index.content[:10]
+    with pytest.raises(UnavailableError, match="less than"):
+        smollm2.ensure()
+    assert sum(asked.startswith("/files/") for asked in index.asked) == 1

@@ -24,7 +24,7 @@ TEXT = "<|im_start|>user\n\N{GRINNING FACE}<|im_end|>"
 
 async def test_tokens_are_those_of_a_prompt_and_none_are_added_to_a_rendered_chat(chat_model: str) -> None:
     async with cluster(chat_model) as fake, AsyncClient(fake.address) as client:
-        found = await client.tokenize(TEXT)
+        found = await client.tokenize(TEXT, with_spellings=True)
         done = await client.generate(TEXT, SamplingParams(max_tokens=1))
         plain = await client.tokenize(TEXT, add_special_tokens=False)
         text = await client.detokenize(found.token_ids)

@@ -22,10 +22,12 @@ from corun.completion import Chunk
 from corun.config.cluster_file import NODES, ClusterSpec, read
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch import check
+from corun.processes import living, started
 from corun.testing import local_cluster
 from corun.testing.engines import expected
 from router.text import Tokenizer
 from tests.clusters import FakeCluster, cluster
+from tests.machine import wait_for
 from tests.over_fakes import chat_model, model, nodes_come_back_soon
 
 __all__ = ["chat_model", "model", "nodes_come_back_soon"]
@@ -217,3 +219,26 @@ def test_a_cluster_of_its_own_is_one_that_can_be_started(
     (pool,) = seen[0].pools
     assert {role: count for role in NODES if (count := pool.count(role))} == replicas
     assert pool.model == "smollm2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_a_cluster_ends_with_the_process_that_started_it(number: signal.Signals) -> None:
+    """A closed terminal window must not leave engines behind."""
+    up = "import os, time; print(f'ready: {os.getpid()}, ', flush=True); time.sleep(600)"
+    code = f"""
+import sys, time
+from corun.cli import own_cluster
+own_cluster._UP = (sys.executable, "-c", {up!r})
+with own_cluster._running("no.toml", lambda _: None) as address:
+    print(address, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            cluster = started([int(parent.stdout.readline())])
+            assert living(cluster)
+            parent.send_signal(number)
+            wait_for(lambda: not living(cluster), "the cluster has ended", 60.0)
+        finally:
+            parent.kill()
