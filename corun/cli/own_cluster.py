@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -62,11 +61,8 @@ def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
         try:
             yield _wait_until_ready(up, say)
         finally:
-            up.send_signal(signal.SIGTERM)
-            try:
-                up.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                up.kill()
+            up.terminate()
+            up.wait()  # The guard kills what does not end in time. Without it, orphans would be left.
 
 
 def _wait_until_ready(up: subprocess.Popen[str], say: Callable[[str], None]) -> str:

@@ -22,7 +22,7 @@ from corun.completion import Chunk
 from corun.config.cluster_file import NODES, ClusterSpec, read
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch import check
-from corun.processes import living, started
+from corun.processes import end_tree, living, started
 from corun.testing import local_cluster
 from corun.testing.engines import expected
 from router.text import Tokenizer
@@ -242,3 +242,22 @@ with own_cluster._running("no.toml", lambda _: None) as address:
             wait_for(lambda: not living(cluster), "the cluster has ended", 60.0)
         finally:
             parent.kill()
+
+
+def test_a_cluster_that_does_not_stop_in_time_leaves_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    up = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+orphan = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(f"ready: {subprocess.Popen(orphan, start_new_session=True).pid}, ", flush=True)
+time.sleep(600)
+"""
+    monkeypatch.setattr(own_cluster, "_UP", (sys.executable, "-c", up))
+    monkeypatch.setattr(own_cluster, "STOP_TIMEOUT_S", 0.5)
+    with own_cluster._running("no.toml", lambda _: None) as pid:
+        orphan = started([int(pid)])
+        assert living(orphan)
+    try:
+        assert not living(orphan)
+    finally:
+        end_tree(orphan, step_s=0.0)
