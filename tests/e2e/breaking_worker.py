@@ -127,9 +127,9 @@ def batched_prefill(worker: Any) -> Any:
             sampling=bench._sampling,
         )
 
-        def crowded(tokens: Any, ended: Any = ()) -> Any:
+        def crowded(tokens: Any, ended: Any = (), **others: Any) -> Any:
             room = sum(n for _, n in tokens) + count <= bench._chunk
-            return step([*tokens, (other, count)] if room and not other.computed else tokens, ended)
+            return step([*tokens, (other, count)] if room and not other.computed else tokens, ended, **others)
 
         with mock.patch.object(stepper, "step", crowded):
             return run(bench, name, prompt, contents)
