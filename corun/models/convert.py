@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gguf.quants import dequantize
 
 from corun.errors import InvalidArgumentError
+from corun.models.files import byte_level_bpe
 
 FORMAT = 1
 """The version of what `convert` writes. It changes whenever the same file would become other bytes."""
@@ -176,32 +177,14 @@ def _check_names(weights: Mapping[str, Any], config: Mapping[str, Any]) -> None:
 
 
 def _tokenizer(facts: Mapping[str, Any]) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokens, special = _fact(facts, "tokenizer.ggml.tokens"), _special(facts)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    words = [{"type": "Digits", "individual_digits": True}, byte_level]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": tokens[index], **flags} for index in special],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": words},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in _fact(facts, "tokenizer.ggml.merges")],
-        },
-    }
+    tokens = _fact(facts, "tokenizer.ggml.tokens")
+    return byte_level_bpe(
+        {token: index for index, token in enumerate(tokens)},
+        [merge.split(" ") for merge in _fact(facts, "tokenizer.ggml.merges")],
+        [(index, tokens[index]) for index in _special(facts)],
+        trim_offsets=True,
+        single_digits=True,
+    )
 
 
 def _special(facts: Mapping[str, Any]) -> list[int]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from corun.errors import InvalidArgumentError
-from corun.models.files import cache
+from corun.models.files import byte_level_bpe, cache
 
 _SEED = "corun-tiny-1"
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 4, 256, 8, 4, 64, 768
@@ -164,30 +164,9 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _tokenizer(vocab: dict[str, int]) -> dict[str, Any]:
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": vocab[token], "content": token, **flags} for token in _SPECIAL_TOKENS],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for token, index in vocab.items() if token not in _SPECIAL_TOKENS},
-            "merges": _merges(),
-        },
-    }
+    words = {token: index for token, index in vocab.items() if token not in _SPECIAL_TOKENS}
+    special = [(vocab[token], token) for token in _SPECIAL_TOKENS]
+    return byte_level_bpe(words, _merges(), special, trim_offsets=False)
 
 
 def _tensors() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
