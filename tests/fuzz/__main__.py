@@ -37,6 +37,8 @@ class Options:
     """Real engines only: slots of the decode node."""
     gpu: int = 0
     """Real engines only: the GPU of both nodes, if there are GPUs."""
+    gpu_memory_utilization: float = 0.0
+    """Real engines only: the share of the GPU's memory that each engine takes; 0: equal shares of 0.84."""
     threads: int = 1
     """Real engines only: CPU threads of each engine."""
     calm_s: float = CALM_S
@@ -83,8 +85,14 @@ async def run_cases(options: Options) -> dict[str, Any]:
 
 async def run_siege(options: Options) -> dict[str, Any]:
     gpus = (options.gpu,)
-    sizes = {"threads": options.threads, "slots": options.slots}
-    topology = Topology(model=options.model, prefill_gpus=gpus, decode_gpus=gpus, **sizes)
+    topology = Topology(
+        model=options.model,
+        prefill_gpus=gpus,
+        decode_gpus=gpus,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        threads=options.threads,
+        slots=options.slots,
+    )
     with tempfile.TemporaryDirectory() as scratch:
         logs, at_once = Path(options.logs or scratch), options.at_once or 6
         report = await besiege(
