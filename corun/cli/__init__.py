@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> Any:
         Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
         for name, kind in known.items()
     )
-    tyro.cli(cast(Any, Union.__getitem__(kinds)), prog="corun", description=_DESCRIPTION, args=argv, config=_STYLE)
+    tyro.cli(cast(Any, Union)[kinds], prog="corun", description=_DESCRIPTION, args=argv, config=_STYLE)
     raise SystemExit(USAGE)
 
 

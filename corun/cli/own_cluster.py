@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from corun import processes
 from corun.config.cluster_file import PoolSpec, toml
 from corun.errors import UnavailableError
 from corun.models import checked
@@ -34,7 +33,7 @@ def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], No
 
     Raises:
         InvalidArgumentError: the model is a path without a model.
-        UnavailableError: the cluster does not start.
+        UnavailableError: the cluster does not start, or this is not Linux.
     """
     pool = PoolSpec(
         common={"model": checked(model)},
@@ -53,6 +52,10 @@ def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], No
 
 @contextmanager
 def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
+    if sys.platform != "linux":
+        raise UnavailableError("clusters run on Linux only: name a running one with --router HOST:PORT")
+    from corun import processes  # It uses signals that other systems lack.  # noqa: PLC0415
+
     # A guard ends the cluster if this process dies of a closed terminal or a signal. The cluster has its own session:
     # Ctrl-C reaches only this process, which then ends the cluster in order.
     guard = (sys.executable, "-I", processes.__file__, str(os.getpid()), str(STOP_TIMEOUT_S))

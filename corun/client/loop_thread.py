@@ -39,7 +39,8 @@ class LoopThread:
         self._not_to_free: list[Routers] | None = None
         """In a forked child: what would wait for gRPC's threads, which do not exist there, if it were freed."""
         atexit.register(self.end)
-        os.register_at_fork(after_in_child=self._lose)
+        if hasattr(os, "register_at_fork"):  # Windows forks no process.
+            os.register_at_fork(after_in_child=self._lose)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on the loop, in the context of the calling thread. Cancelling the future cancels the work.

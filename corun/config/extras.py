@@ -36,7 +36,7 @@ def default_slots() -> int:
 def how_to_get(extra: str) -> str:
     """Return the text that says how to install an extra, for the end of a message."""
     if extra in ENGINES:
-        return "in the repository: make setup (with TARGET=gpu for GPUs)"
+        return "on Linux, in the repository: make setup (with TARGET=gpu for GPUs)"
     return f"in the repository: pip install '.[{extra}]'; with a wheel: pip install 'FILE.whl[{extra}]'"
 
 

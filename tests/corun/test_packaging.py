@@ -53,7 +53,7 @@ def test_the_wheel_says_what_it_is() -> None:
     assert PROJECT["version"] == corun.__version__
     assert PROJECT["license"] == "Apache-2.0"
     assert [one["name"] for one in PROJECT["authors"]]
-    pythons = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12)}
+    pythons = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 13)}
     assert {"Operating System :: POSIX :: Linux", "Typing :: Typed", *pythons} <= set(PROJECT["classifiers"])
     assert not [one for one in PROJECT["classifiers"] if one.startswith("License ::")]  # PEP 639: beside `license`.
     assert (ROOT / "corun" / "py.typed").is_file()
