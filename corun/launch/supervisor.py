@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corun import processes
-from corun.observe.stages import Reader
+from corun.observe import stages
 
 USAGE_ERROR = 2
 """The exit code of a process whose configuration is wrong: another start would end the same way."""
@@ -95,7 +95,7 @@ class Supervisor:
         self._argv = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(grace_s), *argv]
         self._log = log
         self._log_start = 0  # The log offset where the output of the current process begins.
-        self._stages = Reader(log)
+        self._stages = stages.Reader(log)
         self._policy = policy or RestartPolicy()
         self._env = dict(os.environ if env is None else env)
         self._lock = threading.Lock()
@@ -113,11 +113,15 @@ class Supervisor:
         return replace(status, doing=self._stages.stage(self._log_start))
 
     def stop(self) -> None:
-        """Ask the process to end and return at once. Asking again kills it. `status` tells when it has ended."""
+        """Ask the process to end and return at once. Asking again kills it, and so does asking while it starts: an
+        engine that loads hears no signal, and has no work to finish. `status` tells when the process has ended."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
                 self._process.terminate()
+                if self._stages.stage(self._log_start) not in ("", stages.LAST):
+                    # Two signals of one kind may arrive as one, so the second is of another kind.
+                    self._process.send_signal(signal.SIGINT)
 
     def _keep_running(self) -> None:
         quick_deaths = 0

@@ -312,7 +312,7 @@ async def live_and_leave(
     have been seen to block a normal exit of the interpreter.
     """
     code = 0
-    stages.enter("joining the routers")
+    stages.enter(stages.LAST)
     try:
         await live(config, roles, stop, observation)
     except CorunError as error:

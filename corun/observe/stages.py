@@ -1,6 +1,6 @@
 """The stages of a process's start: lines in its log that say what it is doing, which its supervisor reads.
 
-This module owns the form of these lines. It must not know which stages there are.
+This module owns the form of these lines. It must not know which stages there are, but for the last.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+LAST = "joining the routers"
+"""The last stage of a start. A process in an earlier one has never had work."""
 _MARK = "stage: "
 _MOST_BYTES = 2**20
 """The most bytes of a log that are read in one go."""

@@ -17,11 +17,13 @@ import pytest
 from corun import processes
 from corun.launch.supervisor import ProcessState, RestartPolicy, Supervisor
 from corun.node.life import EXIT_QUARANTINED
+from corun.observe import stages
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, settled_s=10, max_quick_deaths=3)
 SLOW = RestartPolicy(first_delay_s=60, max_delay_s=60)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 IGNORES_TERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+DRAINS = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('drained'))); {SLEEP}"
 # Leaves a process of its own session behind, whose id it prints.
 ORPHANS = (
     "import subprocess; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); {}"
@@ -74,8 +76,7 @@ def end(supervisor: Supervisor) -> None:
 
 
 def test_stop_asks_politely(log: Path) -> None:
-    code = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('drained'))); {SLEEP}"
-    supervisor = supervise(log, code, "up")
+    supervisor = supervise(log, DRAINS, "up")
     end(supervisor)
     assert written(log) == "up\ndrained\n"
     assert (supervisor.status().state, supervisor.status().deaths) == (ProcessState.STOPPED, 0)
@@ -88,6 +89,19 @@ def test_stop_kills_after_the_grace_and_a_second_stop_at_once(log: Path) -> None
     time.sleep(0.2)
     assert not has_ended(supervisor)
     end(supervisor)
+
+
+@pytest.mark.parametrize(
+    ("entered", "drains"),
+    [((), True), (("importing vLLM",), False), (("importing vLLM", stages.LAST), True)],
+    ids=["no-stages", "loading", "joined"],
+)
+def test_a_process_that_starts_is_ended_at_once_and_one_that_may_have_work_drains(
+    log: Path, entered: tuple[str, ...], drains: bool
+) -> None:
+    enter = f"from corun.observe import stages; [stages.enter(one) for one in {entered}]"
+    end(supervise(log, f"{enter}; {DRAINS if drains else IGNORES_TERM}", "up", grace_s=60))
+    assert ("drained" in written(log)) == drains
 
 
 def test_stop_during_the_delay_starts_nothing(log: Path) -> None:
