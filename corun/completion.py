@@ -117,6 +117,10 @@ class Score:
     """The node that computed the score. No bit depends on it."""
     cached_tokens: int
     """The number of tokens whose KV was in the node's prefix cache. No bit depends on it."""
+    token_texts: tuple[str, ...] = ()
+    """The text that each token completes, special tokens included. Empty unless texts were asked for."""
+    top_token_texts: tuple[str, ...] = ()
+    """The text of each likeliest token alone. Empty unless texts were asked for."""
 
     @property
     def is_greedy(self) -> bool:
@@ -134,6 +138,8 @@ class Scores:
     prompt_token_ids: tuple[int, ...]
     scores: tuple[Score, ...]
     """One score for each continuation, in their order."""
+    prompt_token_texts: tuple[str, ...] = ()
+    """The text that each of the prompt's tokens completes. Empty unless texts were asked for."""
 
 
 class Assembler:

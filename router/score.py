@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corun.completion import Prompt, Score, Scores
 from corun.config.fields import RouterConfig
@@ -32,7 +32,10 @@ from router.prompts import Model
 from router.queue import QueueEntry, SampleQueue
 from router.request import RequestRunner, check_priority
 from router.sample import CLOCK_SLACK_S, NOT_FINITE_ATTEMPTS
+from router.text import Tokenizer
 
+TOKENS_BEFORE = 16
+"""How many of a prompt's last tokens the text of its continuation may depend on: it may begin within a character."""
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +50,8 @@ class ScoreRequest:
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
     span: Span = OFF
+    token_texts: bool = False
+    """Whether the client wants the texts of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,12 +128,15 @@ class ScoreRunner:
             )
             for i, each in enumerate(continuations)
         ]
-        return Scores(
+        found = Scores(
             request_id=request_id,
             fingerprint=self.registry.contract.fingerprint,
             prompt_token_ids=prompt,
             scores=tuple(await self._all(tasks, entries)),
         )
+        model = self.registry.model
+        assert model is not None  # The tokens were checked against it.
+        return await asyncio.to_thread(_with_texts, found, model.tokenizer) if request.token_texts else found
 
     async def _all(self, tasks: Sequence[ScoreTask], entries: Sequence[QueueEntry]) -> list[Score]:
         """Run all continuations. The first error ends the others, and so does the end of the call."""
@@ -259,6 +267,17 @@ class ScoreRun:
             prefill_node=node.info.ref,
             cached_tokens=found.cached_tokens,
         )
+
+
+def _with_texts(scores: Scores, tokenizer: Tokenizer) -> Scores:
+    """Return scores with the texts of their tokens. A continuation's texts go on from the last few of the prompt."""
+    prompt = scores.prompt_token_ids
+    before = prompt[-TOKENS_BEFORE:]
+    found = []
+    for score in scores.scores:
+        texts = tokenizer.token_texts((*before, *score.token_ids))[len(before) :]
+        found.append(replace(score, token_texts=texts, top_token_texts=tokenizer.texts_alone(score.top_token_ids)))
+    return replace(scores, scores=tuple(found), prompt_token_texts=tokenizer.token_texts(prompt))
 
 
 def _least_tokens(prompt: Prompt) -> int:

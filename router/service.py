@@ -106,6 +106,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 caller=caller(),
                 priority=codec.priority_from_proto(request.priority),
                 span=span,
+                token_texts=request.token_texts,
             )
             found = await self.scores.score(asked, _deadline(context))
             ending.has_finished = True

@@ -220,6 +220,7 @@ class AsyncClient:
         prompt: Prompt,
         continuations: Sequence[Prompt],
         *,
+        token_texts: bool = False,
         request_id: str | None = None,
         priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
@@ -234,6 +235,7 @@ class AsyncClient:
             continuations: 1 to 256 texts or token ids, of at least one token each and at most 131072 together (or the
                 model's length, if that is more). A text is tokenized apart from the prompt and without the special
                 tokens that the tokenizer adds; a model may join the two differently, so token ids are the precise way.
+            token_texts: whether the texts of tokens are wanted, too.
             request_id: the request's id, of at most 128 characters. None: a random id.
             priority: "high", "normal" or "low": which of the waiting requests come first.
             timeout_s: the call's deadline in seconds. None: the client's.
@@ -251,7 +253,11 @@ class AsyncClient:
             print(found.scores[0].logprobs == done.logprobs, found.scores[0].equals_generation)
         """
         request = codec.score_request(
-            prompt, continuations, request_id=request_id or "", priority=read_priority(priority)
+            prompt,
+            continuations,
+            request_id=request_id or "",
+            priority=read_priority(priority),
+            token_texts=token_texts,
         )
         deadline = self._deadline(timeout_s)
         return checked_scores(request, await self._answer("Score", request, deadline))

@@ -176,7 +176,9 @@ def checked_scores(request: pb.ScoreRequest, response: pb.ScoreResponse) -> Scor
     for index, (asked, score) in enumerate(zip(request.continuations, found.scores, strict=True)):
         if asked.WhichOneof("value") == "token_ids" and score.token_ids != (*asked.token_ids.ids,):
             raise DataLossError(f"score {index} is that of another continuation")
-        if {len(score.logprobs), len(score.top_token_ids), len(score.top_logprobs)} != {len(score.token_ids)}:
+        columns: list[Sequence[Any]] = [score.logprobs, score.top_token_ids, score.top_logprobs]
+        columns += [score.token_texts, score.top_token_texts] if request.token_texts else []
+        if {len(score.token_ids)} != set(map(len, columns)):
             raise DataLossError(f"score {index} is not complete")
         if output_digest(score.token_ids, score.logprobs) != score.output_digest:
             raise DataLossError(f"score {index} differs from its digest")

@@ -325,6 +325,7 @@ def score_request(
     *,
     request_id: str = "",
     priority: Priority = Priority.NORMAL,
+    token_texts: bool = False,
 ) -> cluster_pb2.ScoreRequest:
     """Return a checked request.
 
@@ -336,6 +337,7 @@ def score_request(
         prompt=_text_or_tokens("prompt", prompt),
         continuations=[_text_or_tokens(f"continuations[{i}]", each) for i, each in enumerate(continuations)],
         priority=priority_to_proto(priority),
+        token_texts=token_texts,
     )
 
 

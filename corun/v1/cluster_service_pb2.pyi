@@ -147,31 +147,35 @@ class TextOrTokens(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "continuations", "priority")
+    __slots__ = ("request_id", "prompt", "continuations", "priority", "token_texts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: TextOrTokens
     continuations: _containers.RepeatedCompositeFieldContainer[TextOrTokens]
     priority: Priority
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[TextOrTokens, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[TextOrTokens, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+    token_texts: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[TextOrTokens, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[TextOrTokens, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., token_texts: bool = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "scores")
+    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "scores", "prompt_token_texts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     scores: _containers.RepeatedCompositeFieldContainer[Score]
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+    prompt_token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., prompt_token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "output_digest", "equals_generation", "prefill_node", "cached_tokens")
+    __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "output_digest", "equals_generation", "prefill_node", "cached_tokens", "token_texts", "top_token_texts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +184,8 @@ class Score(_message.Message):
     EQUALS_GENERATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -188,7 +194,9 @@ class Score(_message.Message):
     equals_generation: bool
     prefill_node: _types_pb2.NodeRef
     cached_tokens: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., output_digest: _Optional[str] = ..., equals_generation: bool = ..., prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    top_token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., output_digest: _Optional[str] = ..., equals_generation: bool = ..., prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., token_texts: _Optional[_Iterable[str]] = ..., top_token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()
