@@ -71,7 +71,7 @@ def test_gpus_are_shared_by_nodes_and_engines() -> None:
     assert fails(replace(H200, gpus=(24 * GIB,) * 2), QWEN) == []
     assert fails(H200, QWEN, spec({"tensor_parallel_size": 2})) == ["GPUs"]
     unused = found(replace(LAPTOP, gpus=(GIB,)))["GPUs"]
-    assert (unused.state, "unused; in the repository: make setup" in unused.has) == ("ok", True)
+    assert (unused.state, "unused; on Linux, in the repository: make setup" in unused.has) == ("ok", True)
 
 
 def test_a_pair_on_one_gpu_is_told_of_the_alternative() -> None:
