@@ -17,7 +17,7 @@ from tests.e2e.test_determinism import bits, differing, make_cases, run
 from tests.e2e.test_faults import stopped
 from tests.machine import free_port, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SIDES = {"c0-prefill", "c0-decode"}
 STREAMS = 4
