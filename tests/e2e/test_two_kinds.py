@@ -21,7 +21,7 @@ from tests.e2e.test_scores import cases as score_cases
 from tests.e2e.test_scores import score
 from tests.machine import free_port, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SIDES = {"c0-prefill", "c0-decode"}
 STREAMS = 4
