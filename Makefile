@@ -67,11 +67,14 @@ demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen chats, kill a node,
 chat: $(STAMP) ## Talk with a small model in the terminal; ARGS='--router HOST:PORT' for a running cluster
 	@$(PY) -m corun chat $(ARGS)
 
+# Unit tests run two at a time, since they mostly wait. Tests with engines use all cores, and share one cluster.
+# ARGS may select no test of a part (exit code 5).
 test: $(STAMP) ## Run the unit tests, and one real cluster for bits, handoff, failover and what can be observed
-	@$(PY) -m pytest -m "not gpu and not slow" --durations=30 $(ARGS)
+	@$(PY) -m pytest -m "not e2e and not gpu and not slow" -n 2 --dist loadfile --durations=30 $(ARGS) || [ $$? = 5 ]
+	@$(PY) -m pytest -m "e2e and not gpu and not slow" --durations=30 $(ARGS) || [ $$? = 5 ]
 
-test-all: $(STAMP) ## Run all tests: also Ray, pods, benchmarks and more engines; ARGS="-m 'slow and not gpu'" only those
-	@$(PY) -m pytest -m "not gpu" --durations=30 $(ARGS)
+test-all: test ## Run all tests: also Ray, pods, benchmarks, two kinds of nodes and more engines
+	@$(PY) -m pytest -m "slow and not gpu" --durations=30 $(ARGS) || [ $$? = 5 ]
 
 chaos: $(STAMP) ## Kill, stop and break nodes under load; ARGS='--engines real --seed 1 --faults 30', or fake ones
 	@$(PY) -m tests.chaos $(ARGS)

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from colocated_node.shares import SLOTS, prompt_blocks
+from corun.node.kv import handle
 from corun.types import Freedom
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
@@ -162,5 +163,5 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
 
 def is_prompt(request: Request) -> bool:
-    """Return whether a request is a prompt, whose KV is kept for a reader; else it is a sample that reads KV."""
-    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+    """Return whether a request is a prompt; else it is a sample that reads KV."""
+    return handle.is_prompt(request.kv_transfer_params)

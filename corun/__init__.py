@@ -4,7 +4,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 """
 
 from corun.client.client import AsyncClient, Client
-from corun.completion import Chunk, Generation, Prompt, Sample
+from corun.completion import Chunk, Generation, Prompt, Sample, Score, Scores
 from corun.config.fields import TlsConfig
 from corun.errors import (
     CancelledByPeerError,
@@ -51,6 +51,8 @@ __all__ = [
     "Receipt",
     "Sample",
     "SamplingParams",
+    "Score",
+    "Scores",
     "StaleGenerationError",
     "TlsConfig",
     "UnauthenticatedError",

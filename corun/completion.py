@@ -1,4 +1,4 @@
-"""What a client receives: chunks as they stream, and the samples that they add up to.
+"""What a client receives: chunks as they stream, the samples that they add up to, and scores.
 
 This module owns the assembly of a response stream. It must not know how chunks are received and checked
 (`corun.client.request`).
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corun.receipt import Receipt
-from corun.types import FinishReason
+from corun.types import FinishReason, NodeRef
 
 Prompt = str | Sequence[int]
 """A prompt: its text, or its token ids."""
@@ -93,6 +93,53 @@ class Generation:
     @property
     def receipt(self) -> Receipt:
         return self.samples[0].receipt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The log probabilities of one continuation. Each column has an entry for each token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The fp32 log probability of each token after the prompt and the tokens before it, under the raw logits. That is
+    what `Sample.logprobs` are, too."""
+    top_token_ids: tuple[int, ...]
+    """The likeliest token at each place."""
+    top_logprobs: tuple[float, ...]
+    """The fp32 log probability of the likeliest token."""
+    output_digest: str
+    """The digest over token ids and log probabilities, made as that of a receipt; 64 hex digits."""
+    equals_generation: bool
+    """Whether certificates show that the log probabilities have the bits of those that are reported when the cluster
+    draws these tokens. Otherwise they are the same each time that they are scored, but may differ from the drawn ones.
+    """
+    prefill_node: NodeRef
+    """The node that computed the score. No bit depends on it."""
+    cached_tokens: int
+    """The number of tokens whose KV was in the node's prefix cache. No bit depends on it."""
+    token_texts: tuple[str, ...] = ()
+    """The text that each token completes, special tokens included. Empty unless texts were asked for."""
+    top_token_texts: tuple[str, ...] = ()
+    """The text of each likeliest token alone. Empty unless texts were asked for."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the likeliest one at its place."""
+        return self.token_ids == self.top_token_ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """The scores of all continuations of one prompt."""
+
+    request_id: str
+    fingerprint: str
+    """The fingerprint of the cluster's contract."""
+    prompt_token_ids: tuple[int, ...]
+    scores: tuple[Score, ...]
+    """One score for each continuation, in their order."""
+    prompt_token_texts: tuple[str, ...] = ()
+    """The text that each of the prompt's tokens completes. Empty unless texts were asked for."""
 
 
 class Assembler:

@@ -91,6 +91,8 @@ class PrefillContract(_Part):
     """The number of the GPU's multiprocessors that the process sees; MPS and MIG reduce it. 0 on a CPU."""
     traced_tokens: int
     """The most tokens of a step as the compiler was told, which chooses kernels by it. 0: nothing is compiled."""
+    scorer: str
+    """How tokens are scored: a name with a version, and the number of rows of the last matrix product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

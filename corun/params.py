@@ -24,6 +24,10 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SAMPLES = 256
+MAX_CONTINUATIONS = 256
+MAX_SCORED_TOKENS = 131_072
+"""The most tokens that one request may score, unless the model's length is more: its answer is one message, of about 14
+bytes for each of them."""
 MAX_REQUEST_ID_LENGTH = 128
 """The most characters of a request id."""
 MAX_NAME_LENGTH = 128
@@ -134,6 +138,31 @@ def check_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
     if max_tokens > room:
         limit = f"must be at most {room}, the model's length {max_model_len} less the prompt's {num_prompt} tokens"
         raise InvalidArgumentError("sampling_params.max_tokens", max_tokens, limit)
+
+
+def check_continuations(continuations: Sequence[object]) -> None:
+    """Raise InvalidArgumentError unless there are 1 to 256 continuations."""
+    if isinstance(continuations, (str, bytes, bytearray)) or not isinstance(continuations, Sequence):
+        raise InvalidArgumentError("continuations", continuations, "must be a sequence of texts or token ids")
+    if not 1 <= len(continuations) <= MAX_CONTINUATIONS:
+        found = Shown(f"{len(continuations)} continuations")
+        raise InvalidArgumentError("continuations", found, f"must be 1 to {MAX_CONTINUATIONS}")
+
+
+def check_scored_lengths(num_prompt: int, num_scored: Sequence[int], max_model_len: int) -> None:
+    """Raise InvalidArgumentError unless each continuation fits the model with the prompt, and the answer a message. All
+    lengths are in tokens."""
+    room, most = max_model_len - num_prompt, max(MAX_SCORED_TOKENS, max_model_len)
+    if num_prompt < 1 or room < 1:
+        limit = f"must be 1 to {max_model_len - 1} tokens, the model's length {max_model_len} less one to score"
+        raise InvalidArgumentError("prompt.token_ids", Shown(f"{num_prompt} tokens"), limit)
+    for i, count in enumerate(num_scored):
+        if not 1 <= count <= room:
+            limit = f"must be 1 to {room} tokens, the model's length {max_model_len} less the prompt's {num_prompt}"
+            raise InvalidArgumentError(f"continuations[{i}].token_ids", Shown(f"{count} tokens"), limit)
+    if sum(num_scored) > most:
+        limit = f"must have at most {most} tokens together"
+        raise InvalidArgumentError("continuations", Shown(f"{sum(num_scored)} tokens"), limit)
 
 
 def check_seed(seed: int) -> int:

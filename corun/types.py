@@ -305,6 +305,19 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """What a prefill node computes of scored tokens. Each column has an entry for each token."""
+
+    logprobs: tuple[float, ...]
+    """The fp32 log probabilities; NaN if the logits are not finite."""
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+    """The fp32 log probability of the likeliest token at each place."""
+    cached_tokens: int = 0
+    """The number of tokens whose KV was in the prefix cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """The members of the cluster and how busy they are, as one router sees them."""
 

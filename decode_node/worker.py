@@ -28,10 +28,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
 
 from corun.node.certificate import VOID, Evidence
 from corun.node.vllm import pin
+from corun.node.vllm.logprobs import log_probabilities
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
-from decode_node.sampling import GPU_SAMPLER_VERSION, IDLE, SAMPLER_VERSION, Draw, log_probabilities, sample
+from decode_node.sampling import GPU_SAMPLER_VERSION, IDLE, SAMPLER_VERSION, Draw, sample
 from decode_node.slots import rows_of_step, smaller_than
 
 RowsOf = Callable[[int], int]
@@ -229,7 +230,7 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
 
     Log probabilities are computed here for every row, whatever the request asks for.
     """
-    from decode_node.logprob_kernels import draw_and_score  # noqa: PLC0415  # Triton need not be there without a GPU.
+    from corun.node.vllm.logprob_kernels import draw_and_score  # noqa: PLC0415  # There may be no Triton without a GPU.
 
     sampler = runner.sampler
     changes = np.zeros(runner.max_num_reqs, dtype=bool)  # by the request's place in the runner's state

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from corun.node.kv.handle import (
     OWNERS_PARAM,
     STAMPS_PARAM,
     STEPS_PARAM,
+    TARGETS_PARAM,
     bound,
     is_checked,
     owner,
@@ -36,9 +37,9 @@ from corun.node.kv.handle import (
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import model_contract, prefill_contract
-from corun.params import check_lengths
+from corun.params import check_lengths, check_scored_lengths
 from corun.receipt import prompt_digest
-from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
+from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole, TokenScores
 from prefill_node.recheck import Computation, Digests
 
 MAX_SEQUENCES = 64
@@ -86,6 +87,11 @@ def salt(scope: str, freedoms: Collection[str]) -> str:
     return json.dumps([scope, *sorted(freedoms)])
 
 
+def cached(request_id: str, owners: Iterable[tuple[str, int]]) -> int:
+    """Return how many of a prompt's blocks others have computed. owners: as in `OWNERS_PARAM`."""
+    return sum(count for name, count in owners if name != request_id)
+
+
 class VllmPrefillEngine:
     """Implements `prefill_node.sharing.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
 
@@ -123,7 +129,7 @@ class VllmPrefillEngine:
         self._kept: dict[str, list[int]] = {}  # request id -> ids of KV blocks, until the worker no longer holds them
         self._fresh: set[str] = set()  # Prefills kept since the worker was last asked; it may not know them yet.
         self._asking = asyncio.Lock()
-        self._computing: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
+        self._computing: dict[str, asyncio.Future[Any]] = {}
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
@@ -183,31 +189,23 @@ class VllmPrefillEngine:
             InvalidArgumentError: no node can compute the prompt (field "prompt.token_ids"), it can never fit this
                 node's KV, or KV is still held here under the same id.
         """
-        # Routers check lengths and token ids before they begin. The engine has no tokenizer, and a token id that the
-        # model does not have would crash it.
-        check_lengths(len(prompt_token_ids), 1, self.facts.max_model_len)
-        if (largest := max(prompt_token_ids)) >= self.facts.vocab_size:
-            raise InvalidArgumentError("prompt.token_ids", largest, f"must be in [0, {self.facts.vocab_size})")
-        room = self.facts.kv_blocks * self.facts.block_size - 1
-        if len(prompt_token_ids) > room:
-            num_tokens = f"{len(prompt_token_ids)} tokens"
-            raise InvalidArgumentError("prompt_token_ids", num_tokens, f"must be at most {room} tokens")
-        if request_id in self._kept:  # vLLM's scheduler crashes if it gets an id that it still knows.
-            raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
         block_size = self.facts.block_size
-        own = owner(request_id, self._ref), -(-len(prompt_token_ids) // block_size)
-        freedoms = frozenset() if isolated else self.freedoms if scope else self.freedoms - {CACHED}
+        self._check(request_id, prompt_token_ids)
+        freedoms = frozenset() if isolated else self._allowed(scope)
         given = {
-            STAMPS_PARAM: stamps([own], prompt_token_ids, block_size),
+            "do_remote_decode": True,
+            STAMPS_PARAM: self._stamps(request_id, prompt_token_ids),
             CHECK_PARAM: is_checked(request_id, self._check_fraction),
             FREEDOMS_PARAM: sorted(freedoms),
             IDLE_PARAM: reader == self._ref,  # Only `recompute` reads its own prompts.
         }
-        params = await self._run(request_id, prompt_token_ids, given, salt(scope, freedoms))
+        params = (await self._run(request_id, prompt_token_ids, given, salt(scope, freedoms))).kv_transfer_params
+        if params is None:
+            raise InternalError(f"the engine kept no KV for prefill {request_id}")
         self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
         self._fresh.add(request_id)
         owners = tuple(KvOwner(request_id=name, num_blocks=count) for name, count in params[OWNERS_PARAM])
-        cached_blocks = sum(one.num_blocks for one in owners if one.request_id != request_id)
+        cached_blocks = cached(request_id, params[OWNERS_PARAM])
         handle = KvHandle(
             prefill_node=self._ref,
             engine_id=params["remote_engine_id"],
@@ -225,6 +223,60 @@ class VllmPrefillEngine:
         if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
             await self._tell_checked(prompt_token_ids, handle, freedoms, params[STEPS_PARAM])
         return bound(handle), params[BEGAN_PARAM]
+
+    async def score(
+        self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = ""
+    ) -> tuple[TokenScores, float]:
+        """See `PrefillEngine.score`. The last token itself is not computed: no token after it is scored.
+
+        Raises InvalidArgumentError as `prefill` does.
+        """
+        prompt, targets = list(token_ids[:-1]), list(token_ids[-num_scored:])
+        self._check(request_id, token_ids, more=0)
+        freedoms = self._allowed(scope)
+        given = {
+            "do_remote_decode": False,
+            TARGETS_PARAM: targets,
+            STAMPS_PARAM: self._stamps(request_id, prompt),
+            FREEDOMS_PARAM: sorted(freedoms),
+        }
+        output = await self._run(request_id, prompt, given, salt(scope, freedoms))
+        params, found = output.kv_transfer_params, output.new_prompt_logprobs_tensors
+        if params is None or found is None:
+            raise InternalError(f"the engine did not score {request_id}")
+        logprobs, top_logprobs = found.logprobs.T.tolist()
+        scores = TokenScores(
+            logprobs=tuple(logprobs),
+            top_token_ids=tuple(found.logprob_token_ids.tolist()),
+            top_logprobs=tuple(top_logprobs),
+            cached_tokens=cached(request_id, params[OWNERS_PARAM]) * self.facts.block_size,
+        )
+        return scores, params[BEGAN_PARAM]
+
+    def _check(self, request_id: str, token_ids: Sequence[int], more: int = 1) -> None:
+        """Raise InvalidArgumentError if these tokens cannot be computed here. more: the tokens that follow them."""
+        # Routers check lengths and token ids before they begin. The engine has no tokenizer, and a token id that the
+        # model does not have would crash it.
+        if more:
+            check_lengths(len(token_ids), more, self.facts.max_model_len)
+        else:
+            check_scored_lengths(1, [len(token_ids) - 1], self.facts.max_model_len)
+        if (largest := max(token_ids)) >= self.facts.vocab_size:
+            raise InvalidArgumentError("prompt.token_ids", largest, f"must be in [0, {self.facts.vocab_size})")
+        room = self.facts.kv_blocks * self.facts.block_size - more
+        if len(token_ids) > room:
+            raise InvalidArgumentError("prompt_token_ids", f"{len(token_ids)} tokens", f"must be at most {room} tokens")
+        if request_id in self._kept or request_id in self._computing:
+            # vLLM's scheduler crashes if it gets an id that it still knows.
+            raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
+
+    def _allowed(self, scope: str) -> frozenset[str]:
+        """Return what a prompt of this scope may make use of."""
+        return self.freedoms if scope else self.freedoms - {CACHED}
+
+    def _stamps(self, request_id: str, prompt: Sequence[int]) -> bytes:
+        block_size = self.facts.block_size
+        return stamps([(owner(request_id, self._ref), -(-len(prompt) // block_size))], prompt, block_size)
 
     async def _tell_checked(
         self,
@@ -321,13 +373,13 @@ class VllmPrefillEngine:
 
     async def _run(
         self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
-    ) -> dict[str, Any]:
-        """Compute a prompt with `given` as its own part of vLLM's `kv_transfer_params`; return those it ends with."""
+    ) -> Any:
+        """Compute a prompt with `given` as its own part of vLLM's `kv_transfer_params`; return its last output."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         # The single token that prefill draws is discarded: decode draws every token, including the first.
-        transfer = {"do_remote_decode": True, "do_remote_prefill": False, **given}
+        transfer = {"do_remote_prefill": False, **given}
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -340,7 +392,7 @@ class VllmPrefillEngine:
             await self._llm.engine_core.add_request_async(
                 base.core_request(request_id, prompt_token_ids, sampling, cache_salt)
             )
-            params: dict[str, Any] | None = await done
+            return await done
         except EngineDeadError:
             self.on_death()
             raise UnavailableError("the engine died") from None
@@ -349,9 +401,6 @@ class VllmPrefillEngine:
             raise
         finally:
             del self._computing[request_id]
-        if params is None:
-            raise InternalError(f"the engine kept no KV for prefill {request_id}")
-        return params
 
     def take(self, outputs: Sequence[Any]) -> list[Any]:
         """Take what one engine step says about prompts; return what is left, which is about others."""
@@ -360,7 +409,7 @@ class VllmPrefillEngine:
             if (done := self._computing.get(output.request_id)) is None:
                 others.append(output)
             elif output.finish_reason is not None and not done.done():
-                done.set_result(output.kv_transfer_params)
+                done.set_result(output)
         return others
 
     def note_dead(self) -> None:

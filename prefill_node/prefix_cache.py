@@ -1,7 +1,7 @@
 """Which KV of earlier prompts a prompt may take from vLLM's prefix cache, and which of its own it leaves there.
 
-Owns: the length of a hit, and who may read and fill the cache. Must not know: stamps, connectors, gRPC, and vLLM's
-classes (it is given a `KVCacheManager` and requests).
+Owns: the length of a hit, which ends where logits are needed, and who may read and fill the cache. Must not know:
+stamps, connectors, gRPC, and vLLM's classes (it is given a `KVCacheManager` and requests).
 
 A prompt gets the KV that it would have computed itself. For whole chunks this follows from the contract: the chunks of
 a prompt depend on its own length alone, so all longer prompts that begin alike compute the same whole chunks. The rest
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from corun.node.kv.handle import CACHED, FREEDOMS_PARAM
+from corun.node.kv.handle import CACHED, FREEDOMS_PARAM, TARGETS_PARAM
 from corun.types import Freedom
 
 
@@ -38,8 +38,7 @@ class PrefixCache:
         if not (unit := self._unit(request)):
             return self._manager.empty_kv_cache_blocks, 0, 0
         found, num_found, boundary = self._find(request)
-        # The last token is always computed, since its step draws a token and ends the prefill.
-        num_taken = min(num_found, request.num_prompt_tokens - 1) // unit * unit
+        num_taken = min(num_found, request.num_prompt_tokens - _last_computed(request)) // unit * unit
         taken = tuple(list(group[: num_taken // self._block_size]) for group in found.blocks)
         return self._manager.create_kv_cache_blocks(taken), num_taken, boundary
 
@@ -55,3 +54,9 @@ class PrefixCache:
         if CACHED not in freedoms or not request.cache_salt:
             return 0
         return self._block_size if Freedom.CHUNKS in freedoms else self._whole_chunks
+
+
+def _last_computed(request: Any) -> int:
+    """Return how many of a prompt's last tokens are always computed: those whose logits score a token, and at least
+    one, since its step draws a token and ends the prefill."""
+    return len((request.kv_transfer_params or {}).get(TARGETS_PARAM, ())) or 1

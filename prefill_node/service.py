@@ -6,7 +6,8 @@ Owns: which calls are accepted, which KV is released when a caller goes away, th
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from corun.config.fields import NodeConfig
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
@@ -15,14 +16,19 @@ from corun.node.life import Role, node_info
 from corun.observe.tracing import Value, caller_of
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
-from corun.types import KvHandle, NodeLoad, NodeRef, NodeRole
+from corun.types import NodeLoad, NodeRef, NodeRole
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.recheck import Recheck
 from prefill_node.sharing import PrefillEngine, Sharing
 
+T = TypeVar("T")
 SERVICE_NAME = "corun.v1.PrefillService"
+
+
+class GivenUpError(UnavailableError):
+    """The node has given up what ran, so that routers run it elsewhere."""
 
 
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
@@ -39,7 +45,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.sharing = Sharing(engine, kv_tokens, metrics)
         self.recheck = Recheck(engine.recompute, metrics, engine.withdraw)
         engine.on_checked = self.recheck.add
-        self._running: dict[str, asyncio.Task[KvHandle]] = {}
+        self._running: dict[str, asyncio.Future[Any]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
         metrics.queued_prompts.set_function(lambda: self.queued_prompts)
         metrics.queued_prompt_tokens.set_function(lambda: self.queued_tokens)
@@ -78,35 +84,55 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             task.cancel()
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
-        self._admit(request)
-        self.recheck.pause()
+        self._admit(request, "prompt_token_ids", request.prompt_token_ids)
+        if not request.reader.node_id or not request.reader.generation:
+            reader = codec.node_ref_from_proto(request.reader)
+            raise InvalidArgumentError("reader", str(reader), "must be a decode node")
         name, prompt = request.request_id, list(request.prompt_token_ids)
         reader, scope = codec.node_ref_from_proto(request.reader), request.share_scope
-        laps = self.sharing.laps[name] = []
-        prefill = self.sharing.prefill(
-            name, prompt, reader, scope, more_follow=request.more_follow, isolated=request.isolated
-        )
-        # `give_up` can cancel this task without cancelling the call.
-        task = self._running[name] = asyncio.ensure_future(prefill)
         try:
-            handle = await task
-        except BaseException as error:
-            self.metrics.failed_prompts.inc()
-            if not isinstance(error, asyncio.CancelledError):
-                raise
+            handle = await self._run(
+                name,
+                len(prompt),
+                context,
+                self.sharing.prefill(
+                    name, prompt, reader, scope, more_follow=request.more_follow, isolated=request.isolated
+                ),
+            )
+        except (asyncio.CancelledError, GivenUpError):
             # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.
             self.sharing.release_soon(name)
-            if reason := self._given_up.get(name):
-                raise UnavailableError(f"prefill node {self.ref.node_id}: {reason}") from None
+            raise
+        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle))
+
+    async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensResponse:
+        self._admit(request, "token_ids", request.token_ids)
+        name, tokens, count = request.request_id, list(request.token_ids), request.num_scored
+        if not 1 <= count < len(tokens):
+            raise InvalidArgumentError("num_scored", count, f"must be 1 to {len(tokens) - 1}, all tokens but the first")
+        score = self.sharing.score(name, tokens, count, request.share_scope)
+        return codec.token_scores_to_proto(await self._run(name, len(tokens), context, score))
+
+    async def _run(self, name: str, num_tokens: int, context: Context, work: Coroutine[Any, Any, T]) -> T:
+        """Do a call's work, which `give_up` can end without the call: then raise GivenUpError."""
+        self.recheck.pause()
+        laps = self.sharing.laps[name] = []
+        task = self._running[name] = asyncio.ensure_future(work)
+        try:
+            found: T = await task
+        except BaseException as error:
+            self.metrics.failed_prompts.inc()
+            if isinstance(error, asyncio.CancelledError) and (reason := self._given_up.get(name)):
+                raise GivenUpError(f"prefill node {self.ref.node_id}: {reason}") from None
             raise
         finally:
             del self._running[name], self.sharing.laps[name]
             self._given_up.pop(name, None)
             if not self._running and not self.draining and not self.closed:
                 self.recheck.resume()
-        facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
+        facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": num_tokens}
         caller_of(context).laps(laps, facts)
-        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle))
+        return found
 
     async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Context) -> pb.ReleaseKvResponse:
         # The KV of another generation ended with its process: there is nothing to release, and this is no error.
@@ -114,18 +140,16 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             await self.sharing.release(request.request_id)
         return pb.ReleaseKvResponse()
 
-    def _admit(self, request: pb.PrefillRequest) -> None:
+    def _admit(self, request: pb.PrefillRequest | pb.ScoreTokensRequest, field: str, tokens: Sequence[int]) -> None:
+        """Refuse a call that cannot be answered. field: the name of its tokens."""
         if request.generation != self.ref.generation:
             raise StaleGenerationError(self.ref.node_id, request.generation, self.ref.generation)
         if self.closed:
             raise UnavailableError(f"prefill node {self.ref.node_id}: {self.closed}")
         if self.draining:
             raise UnavailableError(f"prefill node {self.ref.node_id} is draining", 0.0)  # Another node helps at once.
-        if not request.reader.node_id or not request.reader.generation:
-            reader = codec.node_ref_from_proto(request.reader)
-            raise InvalidArgumentError("reader", str(reader), "must be a decode node")
-        if not request.prompt_token_ids:
-            raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
+        if not tokens:
+            raise InvalidArgumentError(field, [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._running:
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
         if any(mark in request.request_id for mark in SEPARATORS):

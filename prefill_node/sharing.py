@@ -13,18 +13,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from corun.errors import CorunError
 from corun.node.kv.handle import bound
 from corun.observe.tracing import Lap
 from corun.receipt import prompt_digest
-from corun.types import KvHandle, NodeRef
+from corun.types import KvHandle, NodeRef, TokenScores
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.recheck import Computation, Digests
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
+C = TypeVar("C", KvHandle, TokenScores)
 
 KEPT_S = 2.0
 """How long KV is kept for requests that wait for room, counted from the latest request, while its lease lasts."""
@@ -59,6 +60,18 @@ class PrefillEngine(Protocol):
 
     on_checked: Callable[[Computation], None]
     """Called with each prompt that is checked and was not computed as the contract says."""
+
+    async def score(
+        self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = ""
+    ) -> tuple[TokenScores, float]:
+        """Compute the log probabilities of the last `num_scored` tokens, and keep no KV for a reader.
+
+        scope: as in `prefill`. A log probability is NaN if the logits are not finite. Cancelling the call stops the
+        work.
+
+        Returns:
+            the scores, and when the computation began, on the loop's clock.
+        """
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> Digests:
         """Compute a prompt as the contract says, keep nothing, and return the digests of its whole KV blocks."""
@@ -243,18 +256,30 @@ class Sharing:
         isolated: bool = False,
     ) -> KvHandle:
         """Have the engine compute a prompt. A prefill that several requests share is counted once."""
+        work = self.engine.prefill(request_id, prompt, reader, scope, isolated=isolated)
+        return await self._counted(request_id, len(prompt), work)
+
+    async def score(self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = "") -> TokenScores:
+        """Have the engine score tokens. Equal ones are computed each time: only the prefix cache is shared."""
+        if len(token_ids) > self._room_beside:
+            self.let_go()
+        work = self.engine.score(request_id, token_ids, num_scored, scope)
+        return await self._counted(request_id, len(token_ids), work)
+
+    async def _counted(self, request_id: str, num_tokens: int, work: Coroutine[Any, Any, tuple[C, float]]) -> C:
+        """Do the engine's work on a prompt, and count it."""
         now = asyncio.get_running_loop().time
         arrived = now()
-        self.computing[request_id] = len(prompt)
+        self.computing[request_id] = num_tokens
         try:
-            handle, began = await self.engine.prefill(request_id, prompt, reader, scope, isolated=isolated)
+            found, began = await work
         finally:
             del self.computing[request_id]
         done = now()
-        self.metrics.note_prompt(len(prompt), handle.cached_tokens, arrived, began, done)
+        self.metrics.note_prompt(num_tokens, found.cached_tokens, arrived, began, done)
         if request_id in self.laps:
             self.laps[request_id] += [("queue", arrived, began), ("compute", began, done)]
-        return handle
+        return found
 
     def let_go(self) -> None:
         """Keep KV only for requests that have already asked for it, because no more requests will come."""

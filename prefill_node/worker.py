@@ -1,4 +1,5 @@
-"""The vLLM worker of a prefill node: the stock worker, with observation, a self-test, and the test of its freedoms.
+"""The vLLM worker of a prefill node: the stock worker, with observation, scores, a self-test, and the test of its
+freedoms.
 
 Prefill steps need no padding: the shape of an isolated prompt's steps depends on its own length alone. The self-test
 checks that a prompt's KV does not depend on earlier prompts or on the KV blocks that hold it. Both tests run with the
@@ -11,21 +12,25 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
 
 from corun.node.certificate import Evidence
+from corun.node.kv.handle import TARGETS_PARAM
 from corun.node.vllm import blas, structure
+from corun.node.vllm.logprobs import log_probabilities
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from corun.types import Freedom
 from prefill_node.certify import Freedoms, certify
 from prefill_node.scenes import Limits, within
+from prefill_node.scoring import CPU_ROWS, GPU_ROWS, Scorer
 
 LONGEST = 4096 + 100
 """The least length of the longest prompt under test, if the model and the KV cache have room: its last chunk has so
@@ -38,7 +43,24 @@ log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own log
 
 
 class PrefillWorker(NodeWorker):
-    """Computes prompts with the stock model runner."""
+    """Computes prompts with the stock model runner, and scores tokens in its own way."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        score_in_steps = score_in_steps_v1 if current_platform.is_cpu() else score_in_steps_v2
+        score_in_steps(self.model_runner, self.scorer())
+        return times
+
+    def scorer(self) -> Scorer:
+        """Return how this node scores tokens."""
+        if current_platform.is_cpu():
+            return Scorer(CPU_ROWS, log_probabilities)
+        from corun.node.vllm import logprob_kernels  # noqa: PLC0415  # There may be no Triton without a GPU.
+
+        return Scorer(GPU_ROWS, logprob_kernels.log_probabilities)
+
+    def observe(self) -> dict[str, Any]:
+        return {**super().observe(), "scorer": self.scorer().name}
 
     def certify(self) -> str:
         """Return the first difference that the self-test finds; empty if there is none."""
@@ -137,7 +159,8 @@ class FreedomTest:
         try:
             heuristic = blas.Heuristic(ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"))
             self._versions.append(f"cuBLASLt {heuristic.version}")
-            rows = -(-scheduler.max_num_seqs // 16) * 16  # A decode node's `lm_head` has multiples of 16.
+            # A decode node's `lm_head` has multiples of 16 rows, and that of scores has `GPU_ROWS`.
+            rows = max(-(-scheduler.max_num_seqs // 16) * 16, GPU_ROWS)
             products = blas.products(worker.model_runner.get_model(), scheduler.max_num_batched_tokens, rows)
             with self._timed("heuristic"):
                 found = blas.surveyed(heuristic, products)
@@ -173,3 +196,108 @@ class FreedomTest:
 
 def _sampling() -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)
+
+
+@dataclass(slots=True)
+class _Scored:
+    """The scores of one prompt, as far as its chunks have been computed."""
+
+    targets: torch.Tensor
+    """[tokens] int64. The logits of the prompt's last tokens, as many as these, each score one."""
+    num_prompt: int
+    tops: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, params: SamplingParams | None, num_prompt: int, device: torch.device) -> _Scored | None:
+        """Return the empty scores that a request asks for; None if it asks for none."""
+        transfer = ((params and params.extra_args) or {}).get("kv_transfer_params") or {}
+        if TARGETS_PARAM not in transfer:
+            return None
+        return cls(torch.tensor(transfer[TARGETS_PARAM], device=device), num_prompt)
+
+    def add(
+        self,
+        scorer: Scorer,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        start: int,
+    ) -> LogprobsTensors | None:
+        """Score what a step has computed; return all scores with the prompt's last chunk.
+
+        hidden: [tokens, hidden size], the hidden states of the prompt's tokens from `start` on. A step may also draw
+        tokens after the prompt, which are not scored.
+        """
+        first = self.num_prompt - len(self.targets)
+        begin, end = max(start, first), min(start + len(hidden), self.num_prompt)
+        if begin >= end:
+            return None
+        tops, logprobs = scorer.score(
+            compute_logits, hidden[begin - start : end - start], self.targets[begin - first : end - first]
+        )
+        self.tops.append(tops)
+        self.logprobs.append(logprobs)
+        if end < self.num_prompt:
+            return None
+        return LogprobsTensors(torch.cat(self.tops), torch.cat(self.logprobs), tops.new_empty(0))
+
+
+def score_in_steps_v1(runner: Any, scorer: Scorer) -> None:
+    """Let the V1 runner's steps score prompts with `scorer`, in place of `_get_prompt_logprobs_dict`
+    (v1/worker/gpu_model_runner.py), which computes what requests ask vLLM for; ours ask for nothing."""
+
+    def scores(hidden: torch.Tensor, counts: dict[str, int]) -> dict[str, LogprobsTensors]:
+        found = {}
+        for name, count in counts.items():
+            request = runner.requests[name]
+            # The state of a request is dropped with it, so an aborted one leaves nothing.
+            if not hasattr(request, "corun_scored"):
+                request.corun_scored = _Scored.of(request.sampling_params, request.num_prompt_tokens, hidden.device)
+            if request.corun_scored is None:
+                continue
+            at = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
+            rows = hidden[at : at + count]
+            done = request.corun_scored.add(scorer, runner.model.compute_logits, rows, request.num_computed_tokens)
+            if done is not None:
+                found[name] = done
+        return found
+
+    runner._get_prompt_logprobs_dict = scores
+
+
+def score_in_steps_v2(runner: Any, scorer: Scorer) -> None:
+    """Let the V2 runner's steps score prompts with `scorer` (v1/worker/gpu/model_runner.py)."""
+    runner.prompt_logprobs_worker = PromptScorerV2(scorer, runner.device, runner.req_states.prompt_len.np)
+
+
+class PromptScorerV2:
+    """Stands in for vLLM's `PromptLogprobsWorker` (v1/worker/gpu/sample/prompt_logprob.py), with its methods."""
+
+    def __init__(self, scorer: Scorer, device: torch.device, prompt_lengths: Any) -> None:
+        """Create it. prompt_lengths: of the running requests, by place in the runner's state."""
+        self._scorer = scorer
+        self._device = device
+        self._prompt_lengths = prompt_lengths
+        self._scored: dict[str, _Scored] = {}
+
+    def add_request(self, name: str, place: int, params: SamplingParams) -> None:
+        scored = _Scored.of(params, int(self._prompt_lengths[place]), self._device)
+        if scored is not None:
+            self._scored[name] = scored
+
+    def remove_request(self, name: str) -> None:
+        self._scored.pop(name, None)
+
+    def compute_prompt_logprobs(
+        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, batch: Any, *_: Any
+    ) -> dict[str, LogprobsTensors]:
+        """Return the scores of the prompts that end with this step."""
+        found = {}
+        for i, name in enumerate(batch.req_ids if self._scored else ()):
+            if (scored := self._scored.get(name)) is None:
+                continue
+            rows = hidden[int(batch.query_start_loc_np[i]) : int(batch.query_start_loc_np[i + 1])]
+            done = scored.add(self._scorer, compute_logits, rows, int(batch.num_computed_prefill_tokens_np[i]))
+            if done is not None:
+                found[name] = done
+        return found

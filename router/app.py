@@ -27,12 +27,14 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import RequestRunner
 from router.sample import SampleRunner
+from router.score import ScoreRunner
 from router.service import AWAY_S, CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, ClusterService, RegistryService
 from router.targets import Targets
 
 BYTES_OF_CASES = 4 * 1024 * 1024
-"""The bytes that one Verify request may have beyond one case with a prompt of the model's length."""
-_BESIDE = {"Generate": 0, "Tokenize": 0, "Detokenize": 0, "Verify": BYTES_OF_CASES}
+"""The bytes that one Verify request may have beyond one case with a prompt of the model's length, and a Score request
+beyond its prompt: the tokens that it may score need less."""
+_BESIDE = {"Generate": 0, "Score": BYTES_OF_CASES, "Tokenize": 0, "Detokenize": 0, "Verify": BYTES_OF_CASES}
 BYTES_BESIDE = {f"/{CLUSTER_SERVICE}/{name}": size for name, size in _BESIDE.items()}
 """The bytes that a request may have beyond one prompt of the model's length, by the method's full name."""
 STOP_GRACE_S = 5.0
@@ -156,6 +158,7 @@ class Router:
             queue=self.queue,
             metrics=self.metrics,
             requests=self.requests,
+            scores=ScoreRunner(self.registry, self.queue, self.requests, self._config, self.metrics),
             streams=self.streams,
             verifier=self.verifier,
             auditor=self.auditor,

@@ -38,7 +38,7 @@ from router.placement import Need
 LOOK_S = 0.5
 """The seconds between two looks at the nodes of a sample that has no token yet: whether the one that holds its KV is
 still there, and whether the one that decodes has a slot."""
-_OF_CLIENTS = ("prompt.", "sampling_params", "seed")
+_OF_CLIENTS = ("prompt.", "sampling_params", "seed", "continuations")
 """The prefixes of the fields that come from a client's request. All other fields of a call to a node come from the
 router."""
 
@@ -156,7 +156,7 @@ class Attempt:
 
     async def reserve(self) -> None:
         """Lease KV room and a place in line for a slot. Raises OverloadedError if the node has no room now."""
-        with _faults_of(self.placement.decode, passing=OverloadedError), self.span.child("reserve"):
+        with faults_of(self.placement.decode, passing=OverloadedError), self.span.child("reserve"):
             await self.placement.decode.client.reserve(
                 self._lease,
                 num_prompt_tokens=len(self.task.prompt_token_ids),
@@ -168,7 +168,7 @@ class Attempt:
     async def prefill(self) -> KvHandle:
         """Compute the prompt's KV and return its handle."""
         self._prefill_id = secrets.token_hex(12)
-        with _faults_of(self.placement.prefill), self.span.child("prefill") as span:
+        with faults_of(self.placement.prefill), self.span.child("prefill") as span:
             handle = await self.placement.prefill.client.prefill(
                 self._prefill_id,
                 self.task.prompt_token_ids,
@@ -186,7 +186,7 @@ class Attempt:
     async def decode(self, handle: KvHandle) -> FinishReason:
         """Decode all tokens from the prompt's KV. They go to the output as they come."""
         lease, node, source = self._lease, self.placement.decode, self.placement.prefill
-        with self.span.child("decode") as span, _faults_of(node):
+        with self.span.child("decode") as span, faults_of(node):
             try:
                 await self.start(handle)
                 while not lease.ended.done():
@@ -265,7 +265,7 @@ def receipt_of(
 
 
 @contextmanager
-def _faults_of(node: Node[Any], passing: type[CorunError] | tuple[()] = ()) -> Iterator[None]:
+def faults_of(node: Node[Any], passing: type[CorunError] | tuple[()] = ()) -> Iterator[None]:
     """Turn the errors of calls to a node into faults of that node, except `passing` and errors in the client's own
     fields."""
     try:

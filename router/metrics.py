@@ -84,7 +84,8 @@ class RouterMetrics(Metrics):
         self.finished_samples = self.counter("finished_samples", "Samples that ended well")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of the samples that ended well")
         self.output_tokens = self.counter("output_tokens", "Tokens delivered to clients, counted when a run ends")
-        text = "Runs of samples that a node failed: it was lost in them, or answered with a fault"
+        self.scored_tokens = self.counter("scored_tokens", "Tokens of continuations whose scores were computed")
+        text = "Runs of samples and scores that a node failed: it was lost in them, or answered with a fault"
         self.sample_retries = self.counter("sample_retries", text, ("reason",))
         for reason in ("lost", "fault"):
             self.sample_retries.labels(reason)

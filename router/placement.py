@@ -274,6 +274,8 @@ class Need:
     beginnings: tuple[bytes, ...] = ()
     """The prompt's beginnings, from the shortest to the longest (`beginnings_of`). Empty if it may take none of them
     from a prefix cache, and leave none there."""
+    is_score: bool = False
+    """Whether the tokens are only scored, on a prefill node alone. `max_tokens` is 0 then."""
 
     @property
     def total(self) -> int:
@@ -321,6 +323,19 @@ def choose_pair(
             room = decodes[decode]
             return decode, min(warm, key=lambda name: (name in avoid, *_delay(need, prefills[name], room), name))
     return None
+
+
+def choose_prefill(need: Need, prefills: Mapping[str, PrefillRoom]) -> str | None:
+    """Return the id of the prefill node for tokens to score now, or None if they have to wait: the one with the fewest
+    tokens until these are computed, those whose steps are too slow last."""
+    avoid = _avoided(need, prefills)
+    free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt)]
+
+    def key(node_id: str) -> tuple[bool, bool, int, str]:
+        room = prefills[node_id]
+        return node_id in avoid, room.is_slow, room.queued_tokens - room.cached_tokens(need), node_id
+
+    return min(free, key=key, default=None)
 
 
 def choose_idle_pair(

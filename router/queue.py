@@ -1,4 +1,5 @@
-"""The queue of samples that wait for room on nodes: who is next, who is refused, and the end of every wait.
+"""The queue of samples that wait for room on nodes: who is next, who is refused, and the end of every wait. A score is
+one of them that needs no decode node.
 
 Order: first the samples that ran and lost their node, then the priority classes. Within a class, first the samples that
 had a placement and could not use it, in the order of their first placements; then the clients share by tokens
@@ -26,7 +27,7 @@ from corun.errors import CorunError, DeadlineError, OverloadedError, Unavailable
 from corun.rpc.auth import ANYONE, Caller
 from corun.types import Priority
 from router.clock import loop_time
-from router.nodes.node import Placement
+from router.nodes.node import PrefillPlacement
 from router.nodes.registry import Registry
 from router.placement import Need
 
@@ -51,7 +52,7 @@ _RAN = 0
 
 @dataclass(eq=False, slots=True)
 class QueueEntry:
-    """One sample in the queue, from its arrival until it leaves."""
+    """One sample, or score, in the queue, from its arrival until it leaves."""
 
     number: int
     """The entry's number in the order of arrival."""
@@ -65,7 +66,7 @@ class QueueEntry:
     ran: bool = False
     """Whether an attempt has begun, so that the client may have output."""
     is_waiting: bool = False
-    granted: asyncio.Future[Placement] | None = None
+    granted: asyncio.Future[PrefillPlacement] | None = None
     """The future of the placement, from the start of a wait until the placement is taken."""
 
     @property
@@ -226,7 +227,7 @@ class SampleQueue:
             raise self._full()
         return entries
 
-    async def place(self, entry: QueueEntry, deadline: float) -> Placement:
+    async def place(self, entry: QueueEntry, deadline: float) -> PrefillPlacement:
         """Wait for the entry's placement and return it. It then belongs to the caller. If this raises anything, the
         entry has left the queue.
 
@@ -322,7 +323,7 @@ class SampleQueue:
         _add(self._tokens_of, entry.caller.name, sign * entry.need.num_prompt)
         _add(self._waiting_for, entry.need.kv_key, sign)
 
-    def _grant(self, entry: QueueEntry, placement: Placement) -> None:
+    def _grant(self, entry: QueueEntry, placement: PrefillPlacement) -> None:
         assert entry.granted is not None
         is_late = entry.granted.done()  # The caller was cancelled a moment ago, but the entry has not left the queue.
         self._remove(entry, is_placed=not is_late)

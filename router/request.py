@@ -138,10 +138,7 @@ class RequestRunner:
             PermissionDeniedError: the caller may not ask for this priority.
             UnavailableError: nodes were missing until `deadline` or for `node_wait_s`.
         """
-        order, most = list(Priority), request.caller.max_priority
-        if order.index(request.priority) < order.index(most):
-            limit = f"must be {most.value} or lower for client {request.caller.name}"
-            raise PermissionDeniedError("priority", request.priority.value, limit)
+        check_priority(request.priority, request.caller)
         tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)  # A text has at least one token.
         with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
             return await self._accept(request, deadline)
@@ -262,6 +259,14 @@ class RequestRunner:
             error_id = secrets.token_hex(4)
             log.exception("internal error %s in %s", error_id, sample)
             outbox.fail(InternalError(f"internal error, id {error_id}"))
+
+
+def check_priority(priority: Priority, caller: Caller) -> None:
+    """Raise PermissionDeniedError if the caller may not ask for this priority."""
+    order, most = list(Priority), caller.max_priority
+    if order.index(priority) < order.index(most):
+        limit = f"must be {most.value} or lower for client {caller.name}"
+        raise PermissionDeniedError("priority", priority.value, limit)
 
 
 def _received(request: Request, seed: int) -> dict[int, ResumePoint]:

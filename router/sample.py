@@ -121,6 +121,7 @@ class SampleRun:
         began = loop_time()
         with span.child("queue"):
             placement = await self._runner.queue.place(self._entry, self._task.deadline)
+        assert isinstance(placement, Placement)  # Only a score gets less.
         self._runner.metrics.queue_seconds.observe(loop_time() - began)
         prefill, decode = placement.refs
         span.note({"corun.prefill_node": str(prefill), "corun.decode_node": str(decode)})

@@ -35,6 +35,7 @@ from router.metrics import RouterMetrics
 from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import Request, RequestRunner
+from router.score import ScoreRequest, ScoreRunner
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
@@ -63,6 +64,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     queue: SampleQueue
     metrics: RouterMetrics
     requests: RequestRunner
+    scores: ScoreRunner
     streams: OutputStreams
     verifier: Verifier
     auditor: Auditor
@@ -93,6 +95,22 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 if ending.error:  # The error may have been raised where the output was taken.
                     span.fail(ending.error)
                 await running.close()
+
+    async def Score(self, request: cluster_pb2.ScoreRequest, context: Context) -> cluster_pb2.ScoreResponse:
+        with self.metrics.request() as ending, of_call(context, "corun.score") as span, self.activity.counted():
+            self.activity.check()
+            asked = ScoreRequest(
+                prompt=codec.text_or_tokens_from_proto(request.prompt),
+                continuations=tuple(map(codec.text_or_tokens_from_proto, request.continuations)),
+                request_id=request.request_id,
+                caller=caller(),
+                priority=codec.priority_from_proto(request.priority),
+                span=span,
+                token_texts=request.token_texts,
+            )
+            found = await self.scores.score(asked, _deadline(context))
+            ending.has_finished = True
+            return codec.scores_to_proto(found)
 
     async def StreamOutputs(self, request: cluster_pb2.StreamOutputsRequest, context: Context) -> AsyncIterator[Source]:
         self.activity.check()

@@ -143,7 +143,7 @@ def first_token_wait_s(
     """
     prefills = list(prefills)
     tokens = sum(room.queued_tokens for room in prefills)
-    decodes_may = head is not None and any(room.may_ask(head) for room in decodes)
+    decodes_may = head is not None and (head.is_score or any(room.may_ask(head) for room in decodes))
     if head and decodes_may and not any(room.has_room(head.num_prompt, head.kv_key) for room in prefills):
         tokens += waiting_tokens
     return tokens / tokens_per_s if tokens_per_s else 0.0

@@ -80,6 +80,22 @@ class Tokenizer:
         """Return each token as the vocabulary spells it; empty for ids that the tokenizer does not have."""
         return tuple(self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids)
 
+    def token_texts(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text that each token completes, often nothing. A special token's text is its spelling."""
+        found: list[str] = []
+        detokenizer = self.detokenizer()
+        for token_id in token_ids:
+            special = self._tokenizer.id_to_token(token_id) if token_id in self._special else None
+            found.append(special or detokenizer.push(token_id))
+        if found:
+            found[-1] += detokenizer.flush()
+        return tuple(found)
+
+    def texts_alone(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text that each token has alone. Other threads can run meanwhile."""
+        alone = [[token_id] for token_id in token_ids]
+        return tuple(self._tokenizer.decode_batch(alone, skip_special_tokens=False))
+
     def detokenizer(self) -> Detokenizer:
         """Return a new detokenizer for one sample, which turns its tokens into text as they come. Together the pieces
         are the decoded text of all tokens."""

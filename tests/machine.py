@@ -15,7 +15,11 @@ from pathlib import Path
 
 _FIRST, _END = 20_000, 32_000
 """Below the ports that Linux gives to outgoing connections."""
-_ports = itertools.count(os.getpid() * 40)
+STRIDE = 8
+"""The distance of the ports that one process gives. Workers of pytest-xdist run side by side, and a port is taken only
+after it was given, so each of up to this many workers has ports of its own, also in the processes that it starts."""
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = itertools.count(os.getpid() * 40 * STRIDE + _worker % STRIDE, STRIDE)
 
 
 def command_line(pid: int) -> str:
@@ -45,7 +49,7 @@ def entries(folder: str, *pids: int) -> int:
 
 def free_port() -> int:
     """A TCP port that nobody listens on, another one at each call; a process that ends finds it free again."""
-    for number in itertools.islice(_ports, _END - _FIRST):
+    for number in itertools.islice(_ports, (_END - _FIRST) // STRIDE):
         port = _FIRST + number % (_END - _FIRST)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -194,7 +194,7 @@ WHERE = {
     "prometheus_client": {"metrics"},
     "vllm": {"engine", "start", "scheduler", "worker", "attention", "connector", "selftest"},
     "torch": {"engine", "start", "worker", "attention", "selftest", "blas", "certify", "sampling", "switches"}
-    | {"digest", "logprob_kernels"},
+    | {"digest", "logprobs", "logprob_kernels", "scoring"},
     **{package: set() for package in ("pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml")},
 }
 """The files, or the names of files, that may import each package. The workarounds for vLLM's bugs aside: each is a file

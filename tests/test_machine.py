@@ -8,11 +8,11 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from tests.machine import command_line, free_port
+from tests.machine import STRIDE, command_line, free_port
 
 
 def test_a_process_that_has_ended_has_no_command_line() -> None:
-    assert "pytest" in command_line(os.getpid())
+    assert sys.executable in command_line(os.getpid())
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert command_line(ended.pid) == ""
@@ -22,7 +22,7 @@ def test_a_port_is_given_once_and_never_one_in_use() -> None:
     first = free_port()
     with socket.socket() as taken:
         with suppress(OSError):  # Somebody else has it: so much the better.
-            taken.bind(("127.0.0.1", first + 1))
+            taken.bind(("127.0.0.1", first + STRIDE))
         ports = {first, *(free_port() for _ in range(20))}
     assert len(ports) == 21
-    assert first + 1 not in ports
+    assert first + STRIDE not in ports

@@ -30,13 +30,15 @@ from corun.client.request import (
     Resumption,
     at_index,
     check_concurrency,
+    checked_scores,
     prepare,
     prepare_all,
     read_chunk,
+    read_priority,
     retry_delay_s,
 )
 from corun.client.routers import Deadline, RouterLink, Routers, check_timeout, read_addresses
-from corun.completion import Chunk, Generation, Prompt
+from corun.completion import Chunk, Generation, Prompt, Scores
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams, check_text, check_token_ids
@@ -213,6 +215,53 @@ class AsyncClient:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Prompt],
+        *,
+        token_texts: bool = False,
+        request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """Return the log probabilities of given continuations of a prompt. Nothing is drawn.
+
+        Their bits depend on prompt and continuation alone. Where `Score.equals_generation` is true, they are the bits
+        that `generate` reports with these tokens.
+
+        Args:
+            prompt: text, or token ids, at least one token.
+            continuations: 1 to 256 texts or token ids, of at least one token each and at most 131072 together (or the
+                model's length, if that is more). A text is tokenized apart from the prompt and without the special
+                tokens that the tokenizer adds; a model may join the two differently, so token ids are the precise way.
+            token_texts: whether the texts of tokens are wanted, too.
+            request_id: the request's id, of at most 128 characters. None: a random id.
+            priority: "high", "normal" or "low": which of the waiting requests come first.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            InvalidArgumentError: a value is outside its limit, or prompt and continuation do not fit the model.
+            OverloadedError: there is no room for the request now. The call does not try again by itself.
+            DeadlineError: the continuations were not scored in time.
+            DataLossError: the answer is incomplete, or differs from its digests.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            done = await client.generate("Once upon a time", SamplingParams(logprobs=True), seed=7)
+            found = await client.score(done.prompt_token_ids, [done.token_ids])
+            print(found.scores[0].logprobs == done.logprobs, found.scores[0].equals_generation)
+        """
+        request = codec.score_request(
+            prompt,
+            continuations,
+            request_id=request_id or "",
+            priority=read_priority(priority),
+            token_texts=token_texts,
+        )
+        deadline = self._deadline(timeout_s)
+        return checked_scores(request, await self._answer("Score", request, deadline))
+
     async def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return the members of the cluster and how busy they are.
 
@@ -332,6 +381,9 @@ class AsyncClient:
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
         """Return a router's one answer to a request that needs no node."""
         deadline = self._deadline(min(self._timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
+        return await self._answer(method, request, deadline)
+
+    async def _answer(self, method: str, request: Any, deadline: Deadline) -> Any:
         router = await self._reach(deadline)
         try:
             return await self._routers.track(getattr(router.stub, method)(request, timeout=deadline.remaining_s))
@@ -499,6 +551,7 @@ class Client:
     generate = _blocking(AsyncClient.generate)
     stream = _iterating(AsyncClient.stream)
     generate_many = _blocking(AsyncClient.generate_many)
+    score = _blocking(AsyncClient.score)
     get_cluster = _blocking(AsyncClient.get_cluster)
     get_chat_template = _blocking(AsyncClient.get_chat_template)
     tokenize = _blocking(AsyncClient.tokenize)

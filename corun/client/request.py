@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from corun.client.routers import MIN_RETRY_S, Backoff, Deadline, typed_error
-from corun.completion import Assembler, Chunk, Prompt
+from corun.completion import Assembler, Chunk, Prompt, Scores
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -29,7 +29,7 @@ from corun.errors import (
 )
 from corun.observe.trace_context import Metadata, of_caller
 from corun.params import SamplingParams
-from corun.receipt import OutputDigest, Receipt, prompt_digest
+from corun.receipt import OutputDigest, Receipt, output_digest, prompt_digest
 from corun.rpc import codec
 from corun.types import Priority, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
@@ -163,6 +163,26 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         fingerprint=response.fingerprint,
         token_texts=tuple(response.token_texts),
     )
+
+
+def checked_scores(request: pb.ScoreRequest, response: pb.ScoreResponse) -> Scores:
+    """Return the scores of an answer. Raises DataLossError unless they are of these tokens, with the bits that the
+    router computed the digests of."""
+    found = codec.scores_from_proto(response)
+    if len(found.scores) != len(request.continuations):
+        raise DataLossError(f"{len(found.scores)} scores came for {len(request.continuations)} continuations")
+    if request.prompt.WhichOneof("value") == "token_ids" and found.prompt_token_ids != (*request.prompt.token_ids.ids,):
+        raise DataLossError("the scores are those of another prompt")
+    for index, (asked, score) in enumerate(zip(request.continuations, found.scores, strict=True)):
+        if asked.WhichOneof("value") == "token_ids" and score.token_ids != (*asked.token_ids.ids,):
+            raise DataLossError(f"score {index} is that of another continuation")
+        columns: list[Sequence[Any]] = [score.logprobs, score.top_token_ids, score.top_logprobs]
+        columns += [score.token_texts, score.top_token_texts] if request.token_texts else []
+        if {len(score.token_ids)} != set(map(len, columns)):
+            raise DataLossError(f"score {index} is not complete")
+        if output_digest(score.token_ids, score.logprobs) != score.output_digest:
+            raise DataLossError(f"score {index} differs from its digest")
+    return found
 
 
 class _Received:

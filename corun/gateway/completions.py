@@ -7,8 +7,9 @@ frees its slots. This module must not know routes, nor how clients are kept.
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,10 +24,11 @@ from corun.gateway.chat_responses import CHAT
 from corun.gateway.chats import Chat, read_chat_request, read_detokenize, read_tokenize
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
+from corun.gateway.echoes import Echo, scored
 from corun.gateway.errors import event_of, naming, typed
 from corun.gateway.renders import Renders
 from corun.gateway.requests import CompletionRequest, read_request
-from corun.gateway.responses import COMPLETION, DONE, Events, Shape
+from corun.gateway.responses import COMPLETION, DONE, Events, Shape, echoed, with_echoes
 from corun.gateway.streams import Chunks, EventStream, Numbered, merged
 from corun.observe.trace_context import TRACEPARENT, read, within
 from corun.types import Tokens
@@ -70,7 +72,10 @@ class Completions:
             with self.activity.more(calls - 1), self._clients.lease(incoming.token, calls) as client:
                 with self.activity.told():
                     asked = await _translated(asked, client)
-                return await self._run(incoming, asked, client, COMPLETION)
+                    echoes = await _echoes(asked, client) if asked.scores else ()
+                if not asked.draws:
+                    return web.json_response(echoed(COMPLETION.head(asked, incoming.served.name), asked, echoes))
+                return await self._run(incoming, asked, client, COMPLETION, echoes)
 
     async def post_chat(self, request: web.Request) -> web.StreamResponse:
         """Handle a request for the answer to a chat."""
@@ -135,9 +140,14 @@ class Completions:
                 return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
 
     async def _run(
-        self, incoming: _Incoming, asked: CompletionRequest, client: AsyncClient, shape: Shape
+        self,
+        incoming: _Incoming,
+        asked: CompletionRequest,
+        client: AsyncClient,
+        shape: Shape,
+        echoes: Sequence[Echo] = (),
     ) -> web.StreamResponse:
-        """Run a request and answer it in this shape."""
+        """Run a request and answer it in this shape. echoes: the scores of its prompts, for a whole answer."""
         chunks = merged([_one(asked, client, index) for index in range(len(asked.prompts))])
         async with aclosing(chunks):
             begun = shape.head(asked, incoming.served.name)
@@ -147,7 +157,8 @@ class Completions:
             with self.activity.told():
                 async for index, chunk in chunks:
                     found[index].add(chunk)
-            return web.json_response(shape.completion(begun, asked, [each.finish() for each in found]))
+            answer = shape.completion(begun, asked, [each.finish() for each in found])
+            return web.json_response(with_echoes(answer, asked, echoes) if echoes else answer)
 
     async def _stream(self, request: web.Request, events: Events, chunks: Numbered) -> web.StreamResponse:
         answer = EventStream(request, self._config.client_timeout_s)
@@ -167,16 +178,33 @@ class Completions:
 
 
 async def _translated(asked: CompletionRequest, client: AsyncClient) -> CompletionRequest:
-    """Return a request with the token ids of prompts whose text gets no special tokens, and the texts of prompts that
-    are echoed."""
+    """Return a request with the token ids of prompts whose text is scored or gets no special tokens, and the texts of
+    prompts that are echoed."""
     prompts, texts = list(asked.prompts), list(asked.texts)
     for index, prompt in enumerate(asked.prompts):
         with _of_prompt(asked, index):
             if asked.echo:
                 texts.append(prompt if isinstance(prompt, str) else await client.detokenize(prompt))
-            if isinstance(prompt, str) and not asked.add_special_tokens:
-                prompts[index] = (await client.tokenize(prompt, add_special_tokens=False)).token_ids
+            if isinstance(prompt, str) and (asked.scores or not asked.add_special_tokens):
+                found = await client.tokenize(prompt, add_special_tokens=asked.add_special_tokens)
+                prompts[index] = found.token_ids
     return replace(asked, prompts=tuple(prompts), texts=tuple(texts))
+
+
+async def _echoes(asked: CompletionRequest, client: AsyncClient) -> list[Echo]:
+    """Return the prompts of a request, scored. The first error ends the others."""
+
+    async def one(index: int) -> Echo:
+        with _of_prompt(asked, index):
+            return await scored(asked, client, index)
+
+    tasks = [asyncio.ensure_future(one(index)) for index in range(len(asked.prompts))]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:

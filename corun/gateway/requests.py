@@ -43,7 +43,7 @@ FIXED: Fixed = {
     "truncation_side": ((), "must be null: prompts are never cut"),
     "allowed_token_ids": ((), "must be null: not supported; see logit_bias"),
     "bad_words": (([],), "must be empty: not supported; see logit_bias"),
-    "prompt_logprobs": ((), "must be null: prompts are not scored"),
+    "prompt_logprobs": ((), "must be null: /v1/completions scores prompts with echo and logprobs"),
     "logprob_token_ids": ((), "must be null: only the sampled token's own log probability is kept"),
     "response_format": (({"type": "text"},), 'must be {"type": "text"}: output is not constrained'),
     "structured_outputs": ((), "must be null: output is not constrained"),
@@ -88,7 +88,11 @@ class CompletionRequest:
     add_special_tokens: bool = True
     """True if prompts of text get the special tokens that the tokenizer adds."""
     echo: bool = False
-    """True if each text begins with its prompt."""
+    """True if each text begins with its prompt. With `params.logprobs` the prompt's tokens are scored, too."""
+    with_tops: bool = False
+    """True if each scored token comes with the likeliest one at its place."""
+    draws: bool = True
+    """False if no token is drawn: `max_tokens` was 0."""
     texts: tuple[str, ...] = ()
     """The text of each prompt, if it is echoed."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -98,11 +102,18 @@ class CompletionRequest:
         """Return the request id for the call that runs one prompt."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
 
+    @property
+    def scores(self) -> bool:
+        """Whether the tokens of prompts are scored."""
+        return self.echo and self.params.logprobs
+
     def named(self, error: InvalidArgumentError, prompt_index: int) -> InvalidArgumentError:
         """Return an error about one prompt with the field's name as the client knows it, and the prompt's number."""
         name, dot, rest = error.field.removeprefix(SAMPLING).partition(".")
         if name.startswith("token_ids"):
             name, dot, rest = "prompt", ".", name
+        if name.startswith("continuations"):  # A prompt is scored as the continuation of its first token.
+            name, dot, rest = "prompt", "", ""
         if name in self.names:
             return InvalidArgumentError(self.names[name], error.value, error.limit)
         if name == "prompt" and len(self.prompts) > 1:
@@ -117,13 +128,32 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
     """
     fields = read_json(body)
     check_known(fields, (*COMMON, *_OF_COMPLETIONS), _FIXED_OF_COMPLETIONS)
-    asked = read_common(fields, read_params(fields, logprobs=_logprobs(fields)), request_id)
+    echo, logprobs = flag(fields, "echo"), _logprobs(fields)
+    draws = type(fields.get("max_tokens")) is not int or fields["max_tokens"] != 0
+    if not draws:
+        _check_drawless(fields, scores=echo and logprobs)
+        fields = {**fields, "max_tokens": 1}  # It has no other meaning than this one of being none.
+    asked = read_common(fields, read_params(fields, logprobs=logprobs), request_id)
     prompts = _prompts(fields.get("prompt"), max_prompts)
-    echo = flag(fields, "echo")
-    if echo and asked.params.logprobs:
-        raise InvalidArgumentError("echo", True, "must be false with logprobs: prompts are not scored")
+    if echo and logprobs and asked.stream:
+        raise InvalidArgumentError("echo", True, "must be false in a stream with logprobs: scores come whole")
     special = flag(fields, "add_special_tokens", default=True)
-    return replace(asked, prompts=prompts, echo=echo, add_special_tokens=special)
+    return replace(
+        asked,
+        prompts=prompts,
+        echo=echo,
+        with_tops=fields.get("logprobs") == 1,
+        draws=draws,
+        add_special_tokens=special,
+    )
+
+
+def _check_drawless(fields: Mapping[str, Any], *, scores: bool) -> None:
+    """Raise InvalidArgumentError unless a request without drawn tokens asks for scores, and for one choice a prompt."""
+    if not scores:
+        raise InvalidArgumentError("max_tokens", 0, "must be at least 1, or 0 with echo and logprobs to score a prompt")
+    if fields.get("n") not in (None, 1):
+        raise InvalidArgumentError("n", fields["n"], "must be 1 with max_tokens 0: nothing is drawn")
 
 
 def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: str | None) -> CompletionRequest:

@@ -15,7 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from corun.completion import Chunk, Generation, Sample
+from corun.gateway.echoes import Echo
 from corun.gateway.requests import CompletionRequest
+from corun.types import FinishReason
 
 DONE = "data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
@@ -36,6 +38,34 @@ def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequ
     """Return the whole response. Its choices are in the order of prompts, then of samples."""
     found = [(i, generation, sample) for i, generation in enumerate(generations) for sample in generation.samples]
     return whole(head, [_choice(number, asked, *each) for number, each in enumerate(found)], generations)
+
+
+def with_echoes(answer: dict[str, Any], asked: CompletionRequest, echoes: Sequence[Echo]) -> dict[str, Any]:
+    """Return a whole response whose choices begin with the scores of their prompts."""
+    for number, choice in enumerate(answer["choices"]):
+        echo = echoes[number // asked.params.n]
+        before = echo.logprobs(with_tops=asked.with_tops, as_ids=asked.tokens_as_ids)
+        drawn = choice["logprobs"]
+        drawn["text_offset"] = [len(echo.text) + offset for offset in drawn["text_offset"]]
+        choice["logprobs"] = {name: column + drawn[name] for name, column in before.items()}
+        choice["corun"]["echo"] = echo.facts()
+    return answer
+
+
+def echoed(head: dict[str, Any], asked: CompletionRequest, echoes: Sequence[Echo]) -> dict[str, Any]:
+    """Return a whole response in which nothing was drawn."""
+    choices = []
+    for number, echo in enumerate(echoes):
+        choice = {
+            "index": number,
+            "text": asked.texts[number],
+            "logprobs": echo.logprobs(with_tops=asked.with_tops, as_ids=asked.tokens_as_ids),
+            "finish_reason": FinishReason.LENGTH.value,
+        }
+        ids = {"prompt_token_ids": list(echo.token_ids), "token_ids": []} if asked.return_token_ids else {}
+        choices.append({**choice, **ids, "corun": {"echo": echo.facts()}})
+    counted = usage(sum(len(echo.token_ids) for echo in echoes), 0)
+    return {**head, "choices": choices, "usage": counted, "system_fingerprint": echoes[0].fingerprint}
 
 
 def whole(head: dict[str, Any], choices: list[Any], generations: Sequence[Generation]) -> dict[str, Any]:

@@ -18,8 +18,16 @@ from typing import Any, TypeVar, get_type_hints
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from corun.completion import Prompt, Score, Scores
 from corun.errors import InvalidArgumentError
-from corun.params import SamplingParams, check_request_id, check_seed, check_text, check_token_ids
+from corun.params import (
+    SamplingParams,
+    check_continuations,
+    check_request_id,
+    check_seed,
+    check_text,
+    check_token_ids,
+)
 from corun.receipt import Receipt
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.types import (
@@ -43,6 +51,7 @@ from corun.types import (
     SpecialToken,
     TemplateSource,
     Tokens,
+    TokenScores,
 )
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import prefill_service_pb2 as prefill_pb2
@@ -67,6 +76,7 @@ class _Kind:
 _SCALARS = {
     FieldDescriptor.TYPE_BOOL: _Kind(bool),
     FieldDescriptor.TYPE_DOUBLE: _Kind(float),
+    FieldDescriptor.TYPE_FLOAT: _Kind(float),
     FieldDescriptor.TYPE_STRING: _Kind(str),
     FieldDescriptor.TYPE_UINT32: _Kind(int),
     FieldDescriptor.TYPE_UINT64: _Kind(int),
@@ -212,6 +222,9 @@ cluster_status_to_proto, cluster_status_from_proto = _mirror(ClusterStatus, clus
 _mirror(SpecialToken, cluster_pb2.SpecialToken)
 template_to_proto, template_from_proto = _mirror(TemplateSource, cluster_pb2.GetChatTemplateResponse)
 tokens_to_proto, tokens_from_proto = _mirror(Tokens, cluster_pb2.TokenizeResponse)
+token_scores_to_proto, token_scores_from_proto = _mirror(TokenScores, prefill_pb2.ScoreTokensResponse)
+_mirror(Score, cluster_pb2.Score)
+scores_to_proto, scores_from_proto = _mirror(Scores, cluster_pb2.ScoreResponse)
 receipt_to_proto, receipt_from_proto = _mirror(Receipt, types_pb2.Receipt)
 resume_point_to_proto, resume_point_from_proto = _mirror(ResumePoint, cluster_pb2.ResumePoint)
 verify_case_to_proto, verify_case_from_proto = _mirror(VerifyCase, cluster_pb2.VerifyCase)
@@ -304,6 +317,41 @@ def generate_request(
     else:
         request.token_ids.ids.extend(check_token_ids(prompt, 2**32))
     return request
+
+
+def score_request(
+    prompt: Prompt,
+    continuations: Sequence[Prompt],
+    *,
+    request_id: str = "",
+    priority: Priority = Priority.NORMAL,
+    token_texts: bool = False,
+) -> cluster_pb2.ScoreRequest:
+    """Return a checked request.
+
+    Raises InvalidArgumentError for values that no model could accept. The router checks the rest.
+    """
+    check_continuations(continuations)
+    return cluster_pb2.ScoreRequest(
+        request_id=check_request_id(request_id),
+        prompt=_text_or_tokens("prompt", prompt),
+        continuations=[_text_or_tokens(f"continuations[{i}]", each) for i, each in enumerate(continuations)],
+        priority=priority_to_proto(priority),
+        token_texts=token_texts,
+    )
+
+
+def _text_or_tokens(field: str, value: Prompt) -> cluster_pb2.TextOrTokens:
+    if isinstance(value, str):
+        return cluster_pb2.TextOrTokens(text=check_text(f"{field}.text", value))
+    ids = check_token_ids(value, 2**32, f"{field}.token_ids")
+    return cluster_pb2.TextOrTokens(token_ids=cluster_pb2.TokenIds(ids=ids))
+
+
+def text_or_tokens_from_proto(message: cluster_pb2.TextOrTokens) -> Prompt:
+    """Return a text, or the token ids as the message holds them: they are copied once the model is known to accept so
+    many."""
+    return message.text if message.WhichOneof("value") == "text" else message.token_ids.ids
 
 
 def resumed_request(

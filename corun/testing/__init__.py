@@ -5,7 +5,7 @@ nodes. See docs/testing.md.
 """
 
 from corun.testing.cluster import LocalCluster, local_cluster
-from corun.testing.engines import FakeDecodeEngine, FakeKv, FakePrefillEngine, expected
+from corun.testing.engines import FakeDecodeEngine, FakeKv, FakePrefillEngine, expected, expected_scores
 from corun.testing.nodes import LocalNode
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "LocalCluster",
     "LocalNode",
     "expected",
+    "expected_scores",
     "local_cluster",
 ]

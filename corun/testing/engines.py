@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import secrets
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.contract import Contract
@@ -22,7 +23,7 @@ from corun.node.certificate import SWITCHES, Certificate
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.types import FinishReason, Freedom, KvHandle, KvOwner, KvReads, NixlEndpoint, NodeRef, NodeRole
+from corun.types import FinishReason, Freedom, KvHandle, KvOwner, KvReads, NixlEndpoint, NodeRef, NodeRole, TokenScores
 from decode_node.service import DecodeRequest, StepRow
 
 VOCAB_SIZE = 256
@@ -60,6 +61,24 @@ def expected_digest(prompt: Sequence[int], params: SamplingParams, seed: int) ->
     """Return the output digest that the receipt of such a sample has."""
     ids, logprobs, _ = expected(prompt, params, seed)
     return output_digest(ids, logprobs)
+
+
+def expected_scores(token_ids: Sequence[int], num_scored: int) -> TokenScores:
+    """Return the scores that fake engines compute of the last tokens of a sequence.
+
+    The log probability of a token depends on the tokens up to it. It has nothing to do with that of a drawn token,
+    which depends on how it was drawn. Every third token, by its id, is the likeliest one at its place.
+    """
+    logprobs, tops, top_logprobs = [], [], []
+    for end in range(len(token_ids) - num_scored, len(token_ids)):
+        key = prompt_digest(token_ids[: end + 1])
+        (fraction,) = struct.unpack("<I", hashlib.blake2b(key.encode(), digest_size=4).digest())
+        logprob: float = struct.unpack("<f", struct.pack("<f", -fraction / 2**30))[0]
+        is_top = token_ids[end] % 3 == 0
+        logprobs.append(logprob)
+        tops.append(token_ids[end] if is_top else (token_ids[end] + 1) % VOCAB_SIZE)
+        top_logprobs.append(logprob if is_top else logprob / 2)
+    return TokenScores(logprobs=tuple(logprobs), top_token_ids=tuple(tops), top_logprobs=tuple(top_logprobs))
 
 
 def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> FinishReason | None:
@@ -170,6 +189,10 @@ class FakePrefillEngine(FakeEngine):
         self.errors: list[Exception] = []
         """The errors that the next prefills raise, one each."""
         self.prefilled: list[tuple[int, ...]] = []
+        self.scored: list[tuple[int, ...]] = []
+        """The sequences of which tokens were scored."""
+        self.not_finite = 0
+        """The number of next scores that find no finite logits."""
         self.isolated: list[tuple[int, ...]] = []
         """The prompts among `prefilled` that had to be isolated."""
         self.released: list[str] = []
@@ -203,6 +226,24 @@ class FakePrefillEngine(FakeEngine):
         asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
         return self._handle(request_id, prompt, reader), began
+
+    async def score(
+        self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = ""
+    ) -> tuple[TokenScores, float]:
+        """See `PrefillEngine.score`. A stopped engine answers when it goes on."""
+        async with self.turn:
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(self.delay_s)
+            await self._until_not(lambda: self.hanging)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.scored.append(tuple(token_ids))
+        await self.answer()
+        found = expected_scores(token_ids, num_scored)
+        if self.not_finite:
+            self.not_finite -= 1
+            found = replace(found, logprobs=(math.nan,) * num_scored)
+        return found, began
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
         """See `PrefillEngine.recompute`."""

@@ -138,6 +138,66 @@ class StreamOutputsResponse(_message.Message):
     ended: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, stream_id: _Optional[str] = ..., responses: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class TextOrTokens(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("request_id", "prompt", "continuations", "priority", "token_texts")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt: TextOrTokens
+    continuations: _containers.RepeatedCompositeFieldContainer[TextOrTokens]
+    priority: Priority
+    token_texts: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[TextOrTokens, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[TextOrTokens, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., token_texts: bool = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("request_id", "fingerprint", "prompt_token_ids", "scores", "prompt_token_texts")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    fingerprint: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    prompt_token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., prompt_token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "output_digest", "equals_generation", "prefill_node", "cached_tokens", "token_texts", "top_token_texts")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EQUALS_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    output_digest: str
+    equals_generation: bool
+    prefill_node: _types_pb2.NodeRef
+    cached_tokens: int
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    top_token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., output_digest: _Optional[str] = ..., equals_generation: bool = ..., prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., token_texts: _Optional[_Iterable[str]] = ..., top_token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetClusterRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

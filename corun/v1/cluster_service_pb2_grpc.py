@@ -45,6 +45,11 @@ class ClusterServiceStub(object):
                 request_serializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsRequest.SerializeToString,
                 response_deserializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/corun.v1.ClusterService/Score',
+                request_serializer=corun_dot_v1_dot_cluster__service__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=corun_dot_v1_dot_cluster__service__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/corun.v1.ClusterService/GetCluster',
                 request_serializer=corun_dot_v1_dot_cluster__service__pb2.GetClusterRequest.SerializeToString,
@@ -87,6 +92,13 @@ class ClusterServiceServicer(object):
         """Streams the responses of all calls of Generate that name this stream: one message for all that has come. A message of
         its own for every token would cost a router and its client several times as much. It has no deadline, and ends with
         OK once no call has named it for a minute.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """The log probabilities of given tokens after a prompt. Nothing is drawn: each continuation is computed as a prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,6 +153,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.StreamOutputs,
                     request_deserializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsRequest.FromString,
                     response_serializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=corun_dot_v1_dot_cluster__service__pb2.ScoreRequest.FromString,
+                    response_serializer=corun_dot_v1_dot_cluster__service__pb2.ScoreResponse.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,
@@ -223,6 +240,33 @@ class ClusterService(object):
             '/corun.v1.ClusterService/StreamOutputs',
             corun_dot_v1_dot_cluster__service__pb2.StreamOutputsRequest.SerializeToString,
             corun_dot_v1_dot_cluster__service__pb2.StreamOutputsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corun.v1.ClusterService/Score',
+            corun_dot_v1_dot_cluster__service__pb2.ScoreRequest.SerializeToString,
+            corun_dot_v1_dot_cluster__service__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -88,3 +88,29 @@ class ReleaseKvRequest(_message.Message):
 class ReleaseKvResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ScoreTokensRequest(_message.Message):
+    __slots__ = ("request_id", "generation", "token_ids", "num_scored", "share_scope")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
+    SHARE_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    generation: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_scored: int
+    share_scope: str
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_scored: _Optional[int] = ..., share_scope: _Optional[str] = ...) -> None: ...
+
+class ScoreTokensResponse(_message.Message):
+    __slots__ = ("logprobs", "top_token_ids", "top_logprobs", "cached_tokens")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    cached_tokens: int
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...

@@ -40,6 +40,11 @@ class PrefillServiceStub(object):
                 request_serializer=corun_dot_v1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=corun_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.ScoreTokens = channel.unary_unary(
+                '/corun.v1.PrefillService/ScoreTokens',
+                request_serializer=corun_dot_v1_dot_prefill__service__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=corun_dot_v1_dot_prefill__service__pb2.ScoreTokensResponse.FromString,
+                _registered_method=True)
         self.ReleaseKv = channel.unary_unary(
                 '/corun.v1.PrefillService/ReleaseKv',
                 request_serializer=corun_dot_v1_dot_prefill__service__pb2.ReleaseKvRequest.SerializeToString,
@@ -53,6 +58,14 @@ class PrefillServiceServicer(object):
 
     def Prefill(self, request, context):
         """Computes a prompt's KV and keeps it for a decode node to read. Cancelling the call drops the work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreTokens(self, request, context):
+        """Computes the log probabilities of the last tokens of a sequence, and keeps no KV for anybody. Cancelling the call drops
+        the work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +86,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=corun_dot_v1_dot_prefill__service__pb2.PrefillRequest.FromString,
                     response_serializer=corun_dot_v1_dot_prefill__service__pb2.PrefillResponse.SerializeToString,
+            ),
+            'ScoreTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreTokens,
+                    request_deserializer=corun_dot_v1_dot_prefill__service__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=corun_dot_v1_dot_prefill__service__pb2.ScoreTokensResponse.SerializeToString,
             ),
             'ReleaseKv': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseKv,
@@ -108,6 +126,33 @@ class PrefillService(object):
             '/corun.v1.PrefillService/Prefill',
             corun_dot_v1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
             corun_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corun.v1.PrefillService/ScoreTokens',
+            corun_dot_v1_dot_prefill__service__pb2.ScoreTokensRequest.SerializeToString,
+            corun_dot_v1_dot_prefill__service__pb2.ScoreTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,7 +22,7 @@ from corun.seeds import MAX_SEED
 from corun.types import FinishReason, NodeState, Priority
 from router.attempt import Attempt, NodeFaultError, SampleTask
 from router.clock import loop_time
-from router.nodes.node import Placement
+from router.nodes.node import PrefillPlacement
 from router.nodes.registry import Registry
 from router.output import Output
 from router.placement import Need
@@ -68,7 +68,7 @@ class IdleRun:
         draining = NodeState.DRAINING in (self.placement.decode.state, self.placement.prefill.state)
         return not draining and self.placement.decode.room.keeps_free(self.keeps_free)
 
-    def is_in_the_way(self, placement: Placement | None) -> bool:
+    def is_in_the_way(self, placement: PrefillPlacement | None) -> bool:
         """Return whether a client's sample with this placement, or without one, may have to wait for this run."""
         if placement is None:
             return True
@@ -117,7 +117,7 @@ class IdleRuns:
         """Cancel the runs on nodes that have become busy or drain."""
         self._cancel(lambda run: not run.may_stay)
 
-    def give_way(self, placement: Placement | None) -> None:
+    def give_way(self, placement: PrefillPlacement | None) -> None:
         """Cancel the runs for which a client's sample would wait. placement: where the sample was placed; None if it
         has to wait for room, and then all runs are cancelled."""
         self._cancel(lambda run: run.is_in_the_way(placement) or not run.may_stay)

@@ -1,4 +1,4 @@
-"""Nodes as a router sees them, and a sample's claim on a pair of them.
+"""Nodes as a router sees them, and a sample's claim on a pair of them, or a score's claim on one.
 
 Owns: a node's state and its wording, and the bookkeeping of claims. This module must not know how nodes are found,
 warmed or chosen.
@@ -187,35 +187,52 @@ class PrefillNode(Node[PrefillClient]):
         self.room.max_beginnings = info.kv_blocks * info.block_size // BEGINNING if cuts else 0
 
 
-class Placement:
-    """A sample's claim on a place and KV of one decode node and on room in the backlog of one prefill node, until each
-    is given back.
+class PrefillPlacement:
+    """A claim on room in the backlog of one prefill node, until it is given back: the whole claim of a score.
 
-    The claim is only the router's own count; the decode node confirms it with a lease. Giving a part back twice does
-    nothing.
+    The claim is only the router's own count. Giving it back twice does nothing.
     """
 
-    def __init__(self, decode: DecodeNode, prefill: PrefillNode, need: Need, changed: Callable[[], None]) -> None:
-        self.decode = decode
+    def __init__(self, prefill: PrefillNode, need: Need, changed: Callable[[], None]) -> None:
         self.prefill = prefill
-        self.holds_room = True
         self.is_prefilling = True
-        """Whether the sample still counts in the prefill node's backlog."""
-        self.cached_tokens = 0
-        """The number of prompt tokens that the prefill node had in its prefix cache, once it has answered."""
+        """Whether it still counts in the prefill node's backlog."""
         self.need = need
         self._changed = changed
-        self._raised = decode.room.take(need)
         prefill.room.take(need.num_prompt, need.kv_key)
-
-    @property
-    def refs(self) -> tuple[NodeRef, NodeRef]:
-        return self.prefill.info.ref, self.decode.info.ref
 
     def leave(self, *, is_computed: bool = False) -> None:
         """Leave the prefill node's backlog. is_computed: the node has computed the KV."""
         if self._end_prefill(is_computed=is_computed):
             self._changed()
+
+    def close(self) -> None:
+        """Give back the whole claim."""
+        self.leave()
+
+    def _end_prefill(self, *, is_computed: bool = False) -> bool:
+        was_prefilling, self.is_prefilling = self.is_prefilling, False
+        if was_prefilling:
+            need = self.need
+            self.prefill.room.give(need.num_prompt, need.kv_key, is_computed=is_computed, beginnings=need.beginnings)
+        return was_prefilling
+
+
+class Placement(PrefillPlacement):
+    """A sample's claim: also on a place and KV of one decode node, which confirms it with a lease. Giving a part back
+    twice does nothing."""
+
+    def __init__(self, decode: DecodeNode, prefill: PrefillNode, need: Need, changed: Callable[[], None]) -> None:
+        super().__init__(prefill, need, changed)
+        self.decode = decode
+        self.holds_room = True
+        self.cached_tokens = 0
+        """The number of prompt tokens that the prefill node had in its prefix cache, once it has answered."""
+        self._raised = decode.room.take(need)
+
+    @property
+    def refs(self) -> tuple[NodeRef, NodeRef]:
+        return self.prefill.info.ref, self.decode.info.ref
 
     def refuse(self) -> None:
         """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no
@@ -234,12 +251,5 @@ class Placement:
 
     def close(self) -> None:
         """Give back the whole claim."""
-        self.leave()
+        super().close()
         self.free()
-
-    def _end_prefill(self, *, is_computed: bool = False) -> bool:
-        was_prefilling, self.is_prefilling = self.is_prefilling, False
-        if was_prefilling:
-            need = self.need
-            self.prefill.room.give(need.num_prompt, need.kv_key, is_computed=is_computed, beginnings=need.beginnings)
-        return was_prefilling

@@ -29,7 +29,7 @@ from corun.observe.trace_context import Metadata
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
-from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
+from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef, TokenScores
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
@@ -153,6 +153,33 @@ class PrefillClient(NodeClient):
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
         return codec.kv_handle_from_proto(response.handle)
+
+    async def score(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_scored: int,
+        timeout_s: float,
+        metadata: Metadata = (),
+        *,
+        share_scope: str = "",
+    ) -> TokenScores:
+        """Score the last tokens of a sequence. `request_id` and `share_scope`: as in `prefill`.
+
+        Raises InternalError if the answer is not complete.
+        """
+        request = prefill_pb2.ScoreTokensRequest(
+            request_id=request_id,
+            generation=self.ref.generation,
+            token_ids=token_ids,
+            num_scored=num_scored,
+            share_scope=share_scope,
+        )
+        response = await self._call(self._stub.ScoreTokens, request, timeout_s, metadata)
+        scores = codec.token_scores_from_proto(response)
+        if {len(scores.logprobs), len(scores.top_token_ids), len(scores.top_logprobs)} != {num_scored}:
+            raise InternalError(f"{self.ref.node_id} did not score all of {num_scored} tokens")
+        return scores
 
     def release_kv(self, request_id: str) -> None:
         """Release KV that no decode node will read, in the background."""

@@ -37,10 +37,10 @@ from router.clock import AwakeClock, loop_time
 from router.nodes import admission
 from router.nodes.admission import Admission
 from router.nodes.contract_gate import ClusterContract, check_info
-from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode
+from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode, PrefillPlacement
 from router.nodes.node_client import DecodeClient, PrefillClient
 from router.nodes.preparation import M, Preparation, by_id, spawn
-from router.placement import DecodeRoom, Need, PrefillRoom, choose_idle_pair, choose_pair
+from router.placement import DecodeRoom, Need, PrefillRoom, choose_idle_pair, choose_pair, choose_prefill
 from router.prompts import Model
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Registry:
         self._prefills: dict[str, PrefillNode] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
-        self._watchers: list[Callable[[Placement | None], None]] = []
+        self._watchers: list[Callable[[PrefillPlacement | None], None]] = []
         self._admission = Admission(self.contract, self.clock)
         self._preparation = Preparation(self._decodes, self._prefills, self.lose, self.changed)
         self._waiting: set[asyncio.Future[None]] = set()  # One for each waiter, which a change of the registry wakes.
@@ -83,8 +83,8 @@ class Registry:
         """Call `listener` after every change that may let a sample start."""
         self._listeners.append(listener)
 
-    def watch(self, watcher: Callable[[Placement | None], None]) -> None:
-        """Call `watcher` with every placement that `place` gives, and with None for a sample that waits for room."""
+    def watch(self, watcher: Callable[[PrefillPlacement | None], None]) -> None:
+        """Call `watcher` with every placement that `place` gives, and with None for what waits for room."""
         self._watchers.append(watcher)
 
     def register(self, info: NodeInfo) -> None:
@@ -172,9 +172,9 @@ class Registry:
             node.put_out(Out.SUSPENDED, str(error))
             self.changed()
 
-    def place(self, need: Need) -> Placement | None:
-        """Claim a pair of nodes for a sample now. Return None if the sample has to wait."""
-        placement = self._claim(choose_pair(need, *self._candidates(), self._is_warm), need)
+    def place(self, need: Need) -> PrefillPlacement | None:
+        """Claim a pair of nodes for a sample now, or a prefill node for a score. Return None if it has to wait."""
+        placement = self._claim_prefill(need) if need.is_score else self._claim_pair(need)
         # If no node in use could hold the sample, no room that becomes free would be enough.
         if placement is not None or need.total <= self.most_tokens():
             for watcher in self._watchers:
@@ -189,6 +189,10 @@ class Registry:
     def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
         return self._claim(choose_idle_pair(need, *self._candidates(), self._is_warm, spare_slots), need)
+
+    def scores_equal_generation(self, node: PrefillNode) -> bool:
+        """Return whether certificates show that what this node scores has the bits of what is drawn."""
+        return False
 
     def most_tokens(self) -> int:
         """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no
@@ -312,6 +316,13 @@ class Registry:
     def _candidates(self) -> tuple[dict[str, DecodeRoom], dict[str, PrefillRoom]]:
         decodes = {node.node_id: node.room for node in _usable(self._decodes)}
         return decodes, {node.node_id: node.room for node in _usable(self._prefills)}
+
+    def _claim_pair(self, need: Need) -> Placement | None:
+        return self._claim(choose_pair(need, *self._candidates(), self._is_warm), need)
+
+    def _claim_prefill(self, need: Need) -> PrefillPlacement | None:
+        name = choose_prefill(need, self._candidates()[1])
+        return None if name is None else PrefillPlacement(self._prefills[name], need, self.changed)
 
     def _claim(self, pair: tuple[str, str] | None, need: Need) -> Placement | None:
         return Placement(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None

@@ -47,7 +47,8 @@ def test_the_public_names_are_these() -> None:
         "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
         "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
         "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "PermissionDeniedError",
-        "Priority", "Prompt", "Receipt", "Sample", "SamplingParams", "StaleGenerationError", "TlsConfig",
+        "Priority", "Prompt", "Receipt", "Sample", "SamplingParams", "Score", "Scores", "StaleGenerationError",
+            "TlsConfig",
         "UnauthenticatedError", "UnavailableError", "VerifyCase", "VerifyResult", "__version__",
     ]
     # fmt: on

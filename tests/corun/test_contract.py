@@ -28,7 +28,8 @@ MODEL_JSON = (
 )
 PREFILL_JSON = (
     "{" + MODEL_JSON + '"prefill":{"attention_backend":"CPU_ATTN","buckets":[16,32],"chunk_size":256,'
-    '"multiprocessors":66,"runner":"v1","split_policy":"split","traced_tokens":4096},"role":"prefill"}'
+    '"multiprocessors":66,"runner":"v1","scorer":"scores 1","split_policy":"split","traced_tokens":4096},'
+    '"role":"prefill"}'
 )
 DECODE_JSON = (
     '{"decode":{"attention_backend":"CPU_ATTN","eos_token_ids":[7,509],"graph":"none","multiprocessors":66,'
@@ -47,9 +48,9 @@ def other(value: Any) -> Any:
 
 
 def test_fingerprints_are_pinned() -> None:
-    assert PREFILL.fingerprint() == "d371675a0c0795237fe49777046dadc85a02260592b363dfc121e80d133b4cf7"
+    assert PREFILL.fingerprint() == "65af70d783459b9160420f9772a3f2275fb62de7162614d29b17904057bf4780"
     assert DECODE.fingerprint() == "4eb18e2652df55dd3b673d5d06f15e956691f63e7f2cf099e0ed1001b1723977"
-    assert pair_fingerprint(PREFILL, DECODE) == "f03fbe3c4ff8691d4f011e249b9b1a4820c4d1b9bc9df4b916d2f5e4b099690b"
+    assert pair_fingerprint(PREFILL, DECODE) == "ef7da23de66a2cee14f295d774c0d299fae532b5ba717a47de07bf4534458fb0"
 
 
 def test_round_trip() -> None:

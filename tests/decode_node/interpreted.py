@@ -29,7 +29,7 @@ vars(_found).update(LOG2E=1.4426950408889634, LOGE2=0.6931471805599453)
 sys.modules["vllm.triton_utils"] = _found
 
 worker: Any = load("decode_node.worker")
-logprob_kernels: Any = load("decode_node.logprob_kernels")
+logprob_kernels: Any = load("corun.node.vllm.logprob_kernels")
 draw_and_score, PART = logprob_kernels.draw_and_score, logprob_kernels.PART
 buffer_utils: Any = load("vllm.v1.worker.gpu.buffer_utils")
 Sampler: Any = load("vllm.v1.worker.gpu.sample.sampler").Sampler

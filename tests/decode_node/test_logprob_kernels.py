@@ -70,7 +70,7 @@ def test_they_compile_for_hopper(name: str, tmp_path: Path, monkeypatch: pytest.
     ]
     aligned = {(place,): ALIGNED for place, argument in enumerate(types) if argument in divisible}
     source = load("triton.compiler").ASTSource(
-        getattr(load("decode_node.logprob_kernels"), name),
+        getattr(load("corun.node.vllm.logprob_kernels"), name),
         signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs=aligned,

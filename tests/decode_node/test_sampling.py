@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corun.node.vllm.logprobs import PART, log_probabilities
 from decode_node import sampling
-from decode_node.sampling import IDLE, PART, Draw, log_probabilities, variate
+from decode_node.sampling import IDLE, Draw, variate
 
 STEPS = 2**53
 """The number of values that R can take."""

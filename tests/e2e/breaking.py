@@ -101,7 +101,7 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
 
 async def computed_by(
     llm: Any, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
-) -> dict[str, Any]:
+) -> Any:
     """Compute a prompt as `VllmPrefillEngine` does, over the output loop of `AsyncLLM`, which `drawn` needs."""
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import SamplingParams
@@ -111,10 +111,8 @@ async def computed_by(
         max_tokens=1, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": transfer}
     )
     prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
-    found: list[dict[str, Any] | None] = [
-        output.kv_transfer_params async for output in llm.generate(prompt, sampling, request_id)
-    ]
-    return next(params for params in reversed(found) if params)
+    found = [output async for output in llm.generate(prompt, sampling, request_id)]
+    return next(output for output in reversed(found) if output.kv_transfer_params)
 
 
 async def cache(llm: Any, chunk_size: int, scope: str) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from corun import Client, Condition, Generation, SamplingParams
-from corun.models import tiny
 from corun.records.verification import VerifyCase
 from corun.types import NodeRole, NodeState
 from tests.e2e.conftest import CHUNK, SLOTS, START_TIMEOUT_S, Cluster, ready
-from tests.e2e.stock import result_of
 from tests.machine import wait_for
 
 pytestmark = pytest.mark.e2e
@@ -183,15 +178,3 @@ def generation(cluster: Cluster) -> list[str]:
     return [
         one.node.ref.generation for one in nodes if one.node.role is NodeRole.PREFILL and one.state is NodeState.READY
     ]
-
-
-@pytest.mark.slow  # An engine of its own, beside that of the cluster; what it shows follows from vLLM and the machine.
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="attention on CPU splits KV over 2 or more threads")
-@pytest.mark.timeout(400)
-def test_stock_vllm_differs_between_alone_and_crowded() -> None:
-    """Negative control: stock vLLM fails the check that the cluster passes, on the same model and machine."""
-    command = [sys.executable, "-m", "tests.e2e.stock", str(tiny.ensure())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = result_of(done.stdout)
-    assert result["equal"] < result["prompts"], "every bit agreed on stock vLLM: these tests prove nothing here"

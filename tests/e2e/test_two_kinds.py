@@ -6,18 +6,22 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from corun import AsyncClient, Generation, SamplingParams
+from corun import AsyncClient, Client, Generation, SamplingParams
 from corun.processes import descendants
 from corun.types import NodeState
 from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, Cluster
 from tests.e2e.test_determinism import bits, differing, make_cases, run
 from tests.e2e.test_faults import stopped
+from tests.e2e.test_scores import bits as score_bits
+from tests.e2e.test_scores import cases as score_cases
+from tests.e2e.test_scores import score
 from tests.machine import free_port, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SIDES = {"c0-prefill", "c0-decode"}
 STREAMS = 4
@@ -71,6 +75,24 @@ def test_every_path_gives_the_bits_of_the_pair(cluster: Cluster, colocated: None
     assert ("c0-prefill", "c0-decode") in seen
     assert {"p0", "c0-prefill"} == {prefill for prefill, _ in seen}
     assert {"d0", "c0-decode"} == {decode for _, decode in seen}
+
+
+def test_both_kinds_give_a_score_the_same_bits(cluster: Cluster, colocated: None) -> None:
+    found: dict[str, list[bytes]] = {}
+
+    def note(client: Client, number: int) -> None:
+        one = score(client, score_cases()[number])
+        found.setdefault(f"{number} {one.prefill_node.node_id}", []).append(score_bits(one))
+
+    numbers = range(len(score_cases()))
+    with cluster.client() as client, ThreadPoolExecutor(16) as pool:
+        for _ in range(6):
+            list(pool.map(note, 8 * [client] * len(numbers), 8 * list(numbers)))
+            if len(found) == 2 * len(numbers):
+                break
+    assert {name.split()[1] for name in found} == {"p0", "c0-prefill"}
+    for number in numbers:
+        assert len({each for name, all_ in found.items() if name.split()[0] == str(number) for each in all_}) == 1
 
 
 @pytest.mark.timeout(240)

@@ -111,6 +111,20 @@ def _verify(rng: Random, request: Any, _: Any) -> None:
     request.conditions.append(rng.choice((1, 1, 4)))
 
 
+def _score(rng: Random, request: Any, _: Any) -> None:
+    request.prompt.text = rng.choice(("Once upon", "x" * 100))
+    for _ in range(rng.choice((1, 1, 3))):
+        if rng.random() < 0.5:
+            request.continuations.add(text=rng.choice((" a time", "é")))
+        else:
+            request.continuations.add().token_ids.ids.extend(rng.randrange(256) for _ in range(rng.choice((1, 5, 40))))
+
+
+def _score_tokens(rng: Random, request: Any, _: Any) -> None:
+    request.token_ids.extend((1, 2, 3))
+    request.num_scored = rng.choice((1, 2))
+
+
 def _tokenize(rng: Random, request: Any, _: Any) -> None:
     request.text = rng.choice(("Once upon", "é\U0001f600", "x" * 1000))
     request.without_special_tokens = rng.random() < 0.5
@@ -158,12 +172,14 @@ def _health(rng: Random, request: Any, _: Any) -> None:
 
 _FILLERS: dict[str, Any] = {
     "Generate": _generate,
+    "Score": _score,
     "Verify": _verify,
     "Tokenize": _tokenize,
     "Detokenize": _detokenize,
     "Register": _register,
     "Heartbeat": _heartbeat,
     "Prefill": _prefill,
+    "ScoreTokens": _score_tokens,
     "Reserve": _reserve,
     "Start": _start,
     "Check": _health,

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from corun.config.fields import PrefillConfig
 from corun.errors import InternalError, InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun.node.certificate import Certificate
-from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, STEPS_PARAM, binding, owner
+from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, STEPS_PARAM, TARGETS_PARAM, binding, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm.start import STEP_TOKENS, EngineFacts
 from corun.receipt import prompt_digest
@@ -73,15 +74,17 @@ class Engine(VllmPrefillEngine):
 
     given: list[dict[str, Any]]
     cached: list[int]
+    scored: Any = None
+    """What a worker returns of a scored prompt."""
 
     async def _run(
         self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
-    ) -> dict[str, Any]:
+    ) -> Any:
         self.given.append(given)
         own = -(-len(prompt_token_ids) // 16) - len(self.cached)
         first = 100 * len(self.given)
         owners = [("earlier", len(self.cached))] if self.cached else []
-        return {
+        params = {
             BEGAN_PARAM: 7.5,
             STEPS_PARAM: [[16, 3, 90], [len(prompt_token_ids) - 16, 1, 4]],
             "remote_engine_id": "p0-engine",
@@ -93,6 +96,7 @@ class Engine(VllmPrefillEngine):
             "tp_size": 1,
             "remote_num_tokens": len(prompt_token_ids),
         }
+        return SimpleNamespace(kv_transfer_params=params, new_prompt_logprobs_tensors=self.scored)
 
 
 @pytest.fixture
@@ -120,6 +124,34 @@ async def test_a_handle_names_the_kv_and_the_prompt_and_is_bound_to_its_reader(e
     assert (handle.reader, handle.binding) == (READER, binding(handle))
     assert (handle.owners, handle.cached_tokens) == ((KvOwner(request_id="r", num_blocks=2),), 0)
     assert began == 7.5
+
+
+def scored(*logprobs: float) -> SimpleNamespace:
+    both = torch.tensor([[each, each / 2] for each in logprobs])
+    return SimpleNamespace(logprob_token_ids=torch.arange(len(logprobs)), logprobs=both)
+
+
+async def test_a_score_computes_all_tokens_but_the_last_and_keeps_nothing(engine: Engine) -> None:
+    engine.scored, engine.cached = scored(-0.5, -0.1), [7]
+    found, began = await engine.score("r", [5] * 19 + [6, 8], 2, "a")
+    assert (found.top_token_ids, found.cached_tokens, began) == ((0, 1), 16, 7.5)
+    assert found.logprobs == (-0.5, torch.tensor(-0.1).item()), "each bit of fp32 is kept"
+    assert found.top_logprobs == (-0.25, torch.tensor(-0.05).item())
+    (given,) = engine.given
+    assert given[TARGETS_PARAM] == [6, 8]
+    assert not given["do_remote_decode"]
+    assert given["corun_stamps"] == stamps([(owner("r", REF), 2)], [5] * 19 + [6], 16)
+    assert engine.known_kv_blocks == 0
+
+
+async def test_a_score_may_be_as_long_as_the_model_or_the_kv(engine: Engine) -> None:
+    engine.scored = scored(-1.0)
+    await engine.score("r", [1] * 64, 1)
+    for count, limit in ((65, "at most 64 tokens"), (513, "must be 1 to 511 tokens")):
+        with pytest.raises(InvalidArgumentError, match=limit):
+            await engine.score("r", [1] * count, 1)
+    with pytest.raises(InvalidArgumentError, match=r"must be in \[0, 256\)"):
+        await engine.score("r", [1, 256], 1)
 
 
 async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:

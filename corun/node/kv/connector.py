@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from corun.node.kv import own_kv
 from corun.node.kv.digest import KvDigest, region_words
-from corun.node.kv.handle import OWNERS_PARAM, STAMPS_PARAM, names_in
+from corun.node.kv.handle import OWNERS_PARAM, STAMPS_PARAM, TARGETS_PARAM, names_in
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import (
@@ -123,8 +123,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return vLLM's answer; to what the reader of the KV must know, add who computed the blocks."""
+        """Return vLLM's answer; to what the reader of the KV must know, add who computed the blocks. The KV of a scored
+        prompt is not kept: no reader comes."""
         owners = self._prefills.end(request.request_id, itertools.chain(*block_ids))
+        if TARGETS_PARAM in (request.kv_transfer_params or {}):
+            return False, {OWNERS_PARAM: owners}
         finished: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
         if params := finished[1]:
             params[OWNERS_PARAM] = owners

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from corun.types import KvHandle, NodeRef
 
@@ -36,6 +38,9 @@ decode steps."""
 STEPS_PARAM = "corun_steps"
 """The key in the `kv_transfer_params` that a checked prefill ends with, for its steps: its own tokens, the prompts, and
 the tokens of all of them, in each."""
+TARGETS_PARAM = "corun_targets"
+"""The key in a prefill's `kv_transfer_params` for the token ids to score. The logits of the prompt's last tokens, as
+many as these, each score one. Nobody reads the KV of such a prompt."""
 CHECK_PARAM = "corun_check"
 """The key in a prefill's `kv_transfer_params` for whether the blocks get digests."""
 READER = "/"
@@ -73,6 +78,12 @@ def is_checked(request_id: str, fraction: float) -> bool:
     """Return whether this prefill is in the `fraction` whose KV is compared by digest. It depends on nothing else."""
     text = _bytes("corun.v1.kv_check", request_id)
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little") < fraction * 2**48
+
+
+def is_prompt(params: Mapping[str, Any] | None) -> bool:
+    """Return whether these `kv_transfer_params` are those of a prompt, which is computed for a reader or to be scored;
+    else they are a reader's."""
+    return bool(params and (params.get("do_remote_decode") or TARGETS_PARAM in params))
 
 
 def read_id(request_id: str, claim: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corun.node.kv.handle import CHECK_PARAM, STAMPS_PARAM
+from corun.node.kv.handle import CHECK_PARAM, STAMPS_PARAM, is_prompt
 
 OWNER, DIGEST = 0, 1
 """The columns of a row. An owner that was never written and a digest that was not computed are 0."""
@@ -220,7 +220,7 @@ class Prefills:
     def begin(self, request: Any) -> None:
         """Record a request that has its first blocks. Without stamps it is ignored; no reader takes its KV."""
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode") and STAMPS_PARAM in params:
+        if is_prompt(params) and STAMPS_PARAM in params:
             self._running[request.request_id] = _Prefill(request, params[STAMPS_PARAM], bool(params.get(CHECK_PARAM)))
 
     def end(self, request_id: str, blocks: Iterable[int]) -> list[tuple[str, int]]:

@@ -79,6 +79,7 @@ def prefill_contract(
         split_policy=seen["split_policy"],
         multiprocessors=seen["multiprocessors"],
         traced_tokens=seen["traced_tokens"],
+        scorer=seen["scorer"],
     )
     return Contract(role=NodeRole.PREFILL, model=model, prefill=part, decode=None)
 

@@ -1,6 +1,6 @@
-"""The log probabilities of drawn tokens on a GPU: two Triton kernels around vLLM's draw.
+"""The log probabilities of drawn and of scored tokens on a GPU: two Triton kernels, around vLLM's draw if there is one.
 
-Owns: how the definition in decode_node/sampling.py (`log_probabilities`) is computed there. A row's logits are read
+Owns: how the definition in corun/node/vllm/logprobs.py is computed there. A row's logits are read
 once, in parts of a fixed size, before vLLM's sampler works on them in place; after the draw the parts are combined. No
 number of rows reaches a kernel, neither as an argument nor as the alignment of one, so a row's bits cannot depend on
 it. Must not know: requests, parameters of sampling.
@@ -14,10 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from decode_node.sampling import PART
+from corun.node.vllm.logprobs import PART
 
 Draw = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A function from [rows, vocab] logits, which it may change, to [rows] tokens and the logits they were drawn from."""
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return each row's fp32 log probability of its token, as `draw_and_score` does for a drawn one.
+
+    Args:
+        logits: [rows, vocab], each row contiguous.
+        tokens: [rows] int64, each in the vocabulary.
+    """
+    return draw_and_score(lambda given: (tokens, given), logits, changes=False)[1]
 
 
 def draw_and_score(draw: Draw, logits: torch.Tensor, *, changes: bool) -> tuple[torch.Tensor, torch.Tensor]:
