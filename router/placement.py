@@ -25,13 +25,13 @@ PREFILLS_IN_FLIGHT = 4
 
 More prompts would only wait there while they hold decode room. With fewer, the node would be idle for a round trip.
 """
-PACKED_TOKENS_IN_FLIGHT = 8192
+PACKED_TOKENS_IN_FLIGHT = 12288
 """The most prompt tokens that a router has at a prefill node that computes several prompts in a step; there may be
 `PREFILLS_IN_FLIGHT` prompts even if they have more.
 
-They are two of its steps: the prompts of the next step are there before the one that runs is done. With fewer, steps
-would be partly empty. More prompts would only wait there. Four prompts of a whole chunk have as many tokens, so short
-prompts wait no longer at the node than long ones do.
+They are three of its steps. An engine chooses a step when the one before begins, and the router has not heard yet of
+the one that has just ended. With two steps of tokens, a colocated node would decode with hardly a prompt in between.
+More prompts would only wait there.
 """
 LATELY = 64
 """The number of recent prompts remembered per prefill node, because later samples may get the same KV."""
