@@ -194,6 +194,19 @@ async def verification(victim: Victim, rng: Random) -> str:
     return await _left([victim.call(request, method="Verify")], rng.uniform(0.5, 4.0))
 
 
+async def score(victim: Victim, rng: Random) -> str:
+    """Score many continuations, or ones that are too many, too long or no tokens, and go away in the middle of some."""
+    count, longest = rng.choice(((1, 1.0), (16, 1.0), (256, 0.1), (257, 0.01), (256, 1.0), (4000, 0.01)))
+    request = pb.ScoreRequest(priority=rng.choice((0, 1, 2, 3)), token_texts=rng.random() < 0.5)
+    length = rng.choice((0, 1, 100, victim.max_model_len // 2))
+    request.prompt.token_ids.ids.extend(rng.randrange(victim.vocab_size) for _ in range(length))
+    for _ in range(count):
+        ids = [rng.randrange(victim.vocab_size + (rng.random() < 0.001))] * int(longest * victim.max_model_len / 2)
+        request.continuations.add().token_ids.ids.extend(ids)
+    call = victim.call(request, method="Score")
+    return await (_left([call], rng.uniform(0.1, 4.0)) if rng.random() < 0.5 else call)
+
+
 async def _left(calls: list[Awaitable[str]], after_s: float) -> str:
     """The status of a call that ends in time; all calls are cancelled after that."""
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -254,6 +267,7 @@ ASSAULTS: dict[str, tuple[int, Callable[[Victim, Random], Awaitable[str]]]] = {
     "flood": (4, flood),
     "slow reader": (3, slow_reader),
     "verification": (4, verification),
+    "score": (6, score),
     "http body": (12, http_body),
     "http corner": (10, http_corner),
     "http slow": (3, http_slow),

@@ -12,10 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corun import Client, ClusterStatus, Generation, SamplingParams
+from corun import Client, ClusterStatus, Generation, SamplingParams, Score
 from corun.cli import verify_report
 from corun.records.verification import Condition
 from corun.types import NodeRole
@@ -249,6 +249,42 @@ def restarts(bench: Bench) -> Iterator[Found]:
     yield compared("restarted prefill node", alone, bench.run(made, len(made)))
 
 
+def scores(bench: Bench) -> Iterator[Found]:
+    """Score what was drawn: each output alone, then among as many others as fill all slots, and against generation.
+
+    Only where the answer says that the bits are those of generation, they must be. Elsewhere they are counted.
+    """
+    made = bench.cases(bench.count(24), 1, 3000, 15, max_tokens=64)
+    drawn = bench.run(made, len(made))
+    cases = [(prompt, one.token_ids) for (prompt, _, _), one in zip(made, drawn, strict=True)]
+
+    def score(case: tuple[Sequence[int], Sequence[int]]) -> Score:
+        return bench.client.score(case[0], [case[1]], timeout_s=bench.remaining_s).scores[0]
+
+    alone = [score(case) for case in cases]
+    with ThreadPoolExecutor(2 * len(cases)) as pool:
+        others = pool.submit(bench.run, bench.cases(bench.slots, 1, 700, 16), bench.slots)
+        crowd = list(pool.map(score, cases * 2))
+        others.result()
+    yield same_digests("scores alone, twice in a crowd", alone * 2, crowd)
+    changed = [score((prompt, [*tokens[:-1], tokens[-1] ^ 1])) for prompt, tokens in cases]
+    yield replace(same_digests("scores of another last token", alone, changed), must_differ=True)
+    equal = sum(
+        a == b for one, got in zip(alone, drawn, strict=True) for a, b in zip(one.logprobs, got.logprobs, strict=True)
+    )
+    total = sum(len(one.logprobs) for one in alone)
+    claimed = all(one.equals_generation for one in alone)
+    yield {"scored log probabilities": total, "equal to generation's": equal, "claimed to be equal": claimed}
+    if claimed:
+        yield Outcome(name="scores have the bits of generation", total=total, equal=equal)
+
+
+def same_digests(name: str, left: Sequence[Score], right: Sequence[Score]) -> Outcome:
+    """Count the scores whose tokens and log probabilities agree in every bit."""
+    equal = sum(a.output_digest == b.output_digest for a, b in zip(left, right, strict=True))
+    return Outcome(name=name, total=len(left), equal=equal)
+
+
 def long_outputs(bench: Bench) -> Iterator[Found]:
     """Run two long outputs alone, then among others that come and go."""
     length = min(bench.long_output, bench.prompts.model_len - 400)
@@ -282,6 +318,7 @@ CHECKS: tuple[Check, ...] = (
     Check(needle, 120),
     Check(all_slots, 150),
     Check(pairs, 120),
+    Check(scores, 90),
     Check(long_outputs, 240),
     Check(restarts, 300, least_s=100),
 )
