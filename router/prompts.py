@@ -104,12 +104,10 @@ class PromptEncoder:
             raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), "must have at least one token")
         return ids
 
-    async def decode(self, token_ids: tuple[int, ...], model: Model, deadline: float, client: str) -> str:
-        """Return the text of token ids, special tokens included. They wait among the texts; errors as in `encode`."""
-        size = TOKEN_ID_BYTES * len(token_ids)
-        return await self._lane(size).run(
-            partial(model.tokenizer.decode, token_ids, special=True), size, deadline, client
-        )
+    async def read(self, work: Callable[[], T], num_tokens: int, deadline: float, client: str) -> T:
+        """Return what `work` makes of so many tokens. It waits among the texts; errors as in `encode`."""
+        size = TOKEN_ID_BYTES * num_tokens
+        return await self._lane(size).run(work, size, deadline, client)
 
     def _lane(self, size: int) -> _Lane:
         return self._long if size > LONG else self._other
@@ -144,7 +142,7 @@ class _Lane:
                 del self._waiting[client]
                 self._turns.pop(client, None)  # A text whose caller left at once has none.
         if not encoding.done():
-            raise DeadlineError("the prompt was not tokenized before the deadline")
+            raise DeadlineError("text and tokens were not converted before the deadline")
         return encoding.result()
 
     async def _in_turn(self, work: Callable[[], T], client: str) -> T:

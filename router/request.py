@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from corun.config.fields import RouterConfig
 from corun.errors import (
@@ -43,6 +45,7 @@ from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
 from router.sample import SampleRun, SampleRunner
 
+T = TypeVar("T")
 SEED_KEY_BYTES = 32
 """The length of the key that a router draws if it is given none."""
 log = logging.getLogger(__name__)
@@ -206,8 +209,11 @@ class RequestRunner:
         """Return the tokens that a text prompt becomes; without those that the tokenizer adds unless `special`."""
         model = await self.model(deadline)
         ids = await self._texts.encode(text, model, deadline, caller.name, special=special)
+        if not spelled:
+            return Tokens(token_ids=ids, tokens=())
         # A long prompt's spellings take a tenth of a second.
-        return Tokens(token_ids=ids, tokens=await asyncio.to_thread(model.tokenizer.spellings, ids) if spelled else ())
+        spellings = partial(model.tokenizer.spellings, ids)
+        return Tokens(token_ids=ids, tokens=await self.read(spellings, len(ids), deadline, caller))
 
     async def detokenize(self, token_ids: Sequence[int], deadline: float, caller: Caller) -> str:
         """Return the text of token ids. There may be as many as the model's length."""
@@ -216,7 +222,14 @@ class RequestRunner:
             limit = f"must be at most the model's length, {model.max_model_len}"
             raise InvalidArgumentError("token_ids", Shown(f"{len(token_ids)} tokens"), limit)
         ids = check_token_ids(token_ids, model.vocab_size, "token_ids")
-        return await self._texts.decode(ids, model, deadline, caller.name)
+        return await self.read(partial(model.tokenizer.decode, ids, special=True), len(ids), deadline, caller)
+
+    async def read(self, work: Callable[[], T], num_tokens: int, deadline: float, caller: Caller) -> T:
+        """Return what `work` makes of so many tokens with a tokenizer, in one of few threads, where callers take turns.
+
+        Raises OverloadedError if too much waits there, DeadlineError.
+        """
+        return await self._texts.read(work, num_tokens, deadline, caller.name)
 
     async def is_text_of(
         self, text: str, prompt: tuple[int, ...], model: Model, deadline: float, caller: Caller

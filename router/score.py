@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from corun.completion import Prompt, Score, Scores
 from corun.config.fields import RouterConfig
@@ -136,7 +137,10 @@ class ScoreRunner:
         )
         model = self.registry.model
         assert model is not None  # The tokens were checked against it.
-        return await asyncio.to_thread(_with_texts, found, model.tokenizer) if request.token_texts else found
+        if not request.token_texts:
+            return found
+        count = len(prompt) + 2 * sum(map(len, continuations))
+        return await self._requests.read(partial(_with_texts, found, model.tokenizer), count, deadline, request.caller)
 
     async def _all(self, tasks: Sequence[ScoreTask], entries: Sequence[QueueEntry]) -> list[Score]:
         """Run all continuations. The first error ends the others, and so does the end of the call."""

@@ -92,9 +92,10 @@ class Tokenizer:
         return tuple(found)
 
     def texts_alone(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text that each token has alone. Other threads can run meanwhile."""
-        alone = [[token_id] for token_id in token_ids]
-        return tuple(self._tokenizer.decode_batch(alone, skip_special_tokens=False))
+        """Return the text that each token has alone. Other threads can run between any two tokens: one call for many
+        short lists holds the GIL while it reads them."""
+        texts = {each: self._tokenizer.decode([each], skip_special_tokens=False) for each in set(token_ids)}
+        return tuple(map(texts.__getitem__, token_ids))
 
     def detokenizer(self) -> Detokenizer:
         """Return a new detokenizer for one sample, which turns its tokens into text as they come. Together the pieces

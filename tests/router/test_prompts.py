@@ -152,7 +152,7 @@ async def test_a_wait_ends_at_the_deadline(tokenizer: Gate) -> None:
     now = asyncio.get_running_loop().time()
     calls = [encoder.encode("x" * OTHER, model_of(MIB, tokenizer), now + 0.05) for _ in range(2)]
     found = await asyncio.gather(*calls, return_exceptions=True)
-    assert [str(error) for error in found] == ["the prompt was not tokenized before the deadline"] * 2
+    assert [str(error) for error in found] == ["text and tokens were not converted before the deadline"] * 2
     assert tokenizer.begun == [OTHER]
     tokenizer.open()
     encoder.close()

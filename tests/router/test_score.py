@@ -6,6 +6,7 @@ Every `cluster` block ends with the check that nothing is held anywhere.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from corun.rpc.auth import Caller
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected_scores
 from corun.types import NodeRole, NodeState, Priority
+from router import score as router_score
 from router.request import check_priority
 from tests.clusters import FakeCluster, cluster, retries
 from tests.router.asking import LONG
@@ -60,6 +62,28 @@ async def test_each_continuation_is_scored_after_the_prompt_and_takes_no_slot(mo
         assert engine_of(fake).prefilled == []
         assert fake.node("d1").engine.most_running == 0
         assert fake.router.metrics.scored_tokens.value == 4
+
+
+async def test_texts_of_scores_are_made_for_one_request_at_a_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread that makes texts takes the interpreter from the event loop for some milliseconds at a time. Threads
+    for many requests once stopped all streams of a router for a second."""
+    threads, most = 0, 0
+    texts = router_score._with_texts
+
+    def counted(*args: Any) -> Scores:
+        nonlocal threads, most
+        threads += 1
+        most = max(most, threads)
+        time.sleep(0.002)
+        found = texts(*args)
+        threads -= 1
+        return found
+
+    monkeypatch.setattr(router_score, "_with_texts", counted)
+    async with cluster(model) as fake, AsyncClient(fake.address) as client:
+        found = await asyncio.gather(*(client.score(PROMPT, CONTINUATIONS, token_texts=True) for _ in range(12)))
+    assert all(len(each.scores[1].top_token_texts) == 3 for each in found)
+    assert most == 1
 
 
 async def test_a_colocated_node_scores_too(model: str) -> None:
