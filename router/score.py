@@ -258,8 +258,9 @@ class ScoreRun:
 
     def _finish(self, node: PrefillNode, found: TokenScores) -> Score:
         runner = self._runner
-        if self._not_finite:  # This attempt shows that the logits are finite.
-            runner.registry.quarantine([ref for ref in self._not_finite if ref != node.info.ref], self._task.name)
+        if self._not_finite:  # This attempt shows that the logits are finite. Its node is a suspect if it is alone.
+            others = [ref for ref in self._not_finite if ref != node.info.ref]
+            runner.registry.quarantine(others or self._not_finite, self._task.name)
         runner.metrics.scored_tokens.inc(len(found.logprobs))
         return Score(
             token_ids=self._task.continuation,

@@ -232,6 +232,14 @@ async def test_a_node_whose_logits_another_contradicts_is_quarantined(model: str
         await fake.until(lambda: fake.state("p1") is NodeState.REFUSED)
 
 
+async def test_a_node_that_contradicts_itself_is_quarantined(model: str) -> None:
+    """Its first logits were not finite, and its second ones were: one of both is wrong."""
+    async with cluster(model) as fake, AsyncClient(fake.address) as client:
+        engine_of(fake).not_finite = 1
+        await client.score(PROMPT, [(8,)])
+        await fake.until(lambda: fake.state("p1") is NodeState.REFUSED)
+
+
 async def test_an_answer_with_other_bits_than_its_digest_is_not_believed(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
