@@ -1,16 +1,26 @@
-"""A colocated node's test of `mixed`: rows and prompts of one step move no bit of each other.
+"""A colocated node's tests of `mixed` and of `scores`: rows and prompts of one step move no bit of each other, and rows
+have the bits of prompts.
 
-Owns: which prompts the rows of the self-test have beside them, and the comparison of both with what they give alone.
-It runs in the engine's worker before the node serves. Must not know: vLLM's internals, gRPC.
+Owns: which prompts the rows of the self-test have beside them, and the comparison of both with what they give alone;
+and which drawn tokens are computed once more as a prompt. It runs in the engine's worker before the node serves. Must
+not know: vLLM's internals, gRPC.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
-from corun.node.vllm.selftest import Stepper, TestSequence, Trace, first_difference
-from decode_node.certify import Certification, Sampling
+from corun.node.certificate import VOID
+from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, first_difference
+from decode_node.certify import SEED, STEPS, Certification, Sampling
+from prefill_node.scenes import chunks
+
+ScoreOf = Callable[[Trace], bytes]
+"""A function from the last trace of a prompt to the score of the token that was drawn there: an fp32 number's bytes."""
 
 LENGTHS = (16, 336, 1008, 2048)
 """The lengths of prompts beside rows, in tokens, rounded up to whole blocks, so that all of their KV is compared."""
@@ -85,3 +95,76 @@ class MixedCertification(Certification):
             stage = stage or first_difference(self._beside.trace, replace(found[sequence.name], kv=()))
             if stage and not self._difference:
                 self._difference = f"a prompt of {length} tokens beside rows differs first in {stage}"
+
+
+class ScoreCertification:
+    """Draws some tokens in steps of rows, and computes all of them once more as a prompt."""
+
+    def __init__(self, stepper: Stepper, sampling: Any, chunk: int, score: ScoreOf) -> None:
+        """Create the test. chunk: the most tokens of a prompt in one step, by the contract."""
+        self.steps = 0
+        self.comparisons = 0
+        self._stepper = stepper
+        self._sampling = sampling
+        self._chunk = chunk
+        self._score = score
+        self._draw = random.Random(SEED)
+        size = stepper.block_size
+        most = min(stepper.max_model_len - 1, (stepper.num_blocks - 1) // 2 * size)
+        # The longest ends soon after a chunk: few queries and many keys, which attention that looks at both would cut.
+        whole = {-(-length // size) * size for length in (*LENGTHS, chunk + 1)}
+        self._lengths = sorted(length for length in whole if STEPS < length <= most)
+        blocks = 2 * max(self._lengths, default=0) // size
+        self._pool = BlockPool(stepper, blocks, self._draw, SEED)
+
+    def difference(self) -> str:
+        """Return the first difference between drawn tokens and the same tokens in a prompt in words; empty if there is
+        none. Without one, attention with other splits has to differ, or nothing was shown."""
+        if not self._lengths:
+            return "no whole block fits the model behind drawn tokens, so nothing was compared"
+        for length in self._lengths:
+            if found := self._stepper.agree(self._compared(length, nullcontext())):
+                return found
+        control = self._compared(self._lengths[-1], self._stepper.other_splits())
+        return "" if self._stepper.agree(control) else VOID
+
+    def _compared(self, length: int, way: AbstractContextManager[None]) -> str:
+        """Return what differs first between `length` tokens of which the last `STEPS` ran as rows, and the same tokens
+        as a prompt, which is computed in this way."""
+        self.comparisons += 1
+        count = length // self._stepper.block_size
+        mine, other = self._pool.take(count), self._pool.take(count)
+        tokens, row = self._drawn(length, mine)
+        with way:
+            prompt = self._prefilled("as a prompt", tokens, other)
+        stage = self._stepper.layer_that_differs(mine, other) or first_difference(row, prompt)
+        if not stage and self._score(prompt) != row.logprob:
+            stage = "the score"
+        self._pool.give_back((*mine, *other))
+        return f"of {length} tokens, the last {STEPS} drawn, a prompt differs first in {stage}" if stage else ""
+
+    def _drawn(self, length: int, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], Trace]:
+        """Return all tokens that ran, as many as `length`, and the trace of the last one, a row."""
+        tokens = tuple(self._draw.choices(range(self._stepper.vocab_size), k=length - STEPS + 1))
+        self._prefilled("before rows", tokens, blocks)
+        # As on a decode node, the first row computes the prompt's last token again.
+        sequence = self._sequence("rows", tokens, blocks, computed=len(tokens) - 1)
+        traces = [self._stepper.step([(sequence, 1)])[sequence.name] for _ in range(STEPS)]
+        self._close(STEPS)
+        return (*tokens, *(trace.token for trace in traces[:-1])), replace(traces[-1], kv=())
+
+    def _prefilled(self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> Trace:
+        """Compute a prompt in the contract's chunks, and return its last trace without KV."""
+        sequence = self._sequence(name, tokens, blocks)
+        counts = tuple(chunks(len(tokens), self._chunk))
+        for count in counts:
+            traces = self._stepper.step([(sequence, count)], rows=0)
+        self._close(len(counts))
+        return replace(traces[name], kv=())
+
+    def _sequence(self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:
+        return TestSequence(name=name, prompt=tokens, blocks=blocks, computed=computed, sampling=self._sampling)
+
+    def _close(self, steps: int) -> None:
+        self._stepper.close()
+        self.steps += steps

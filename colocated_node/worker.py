@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 
-from colocated_node.certify import MixedCertification
+from colocated_node.certify import MixedCertification, ScoreCertification
 from colocated_node.shares import BUCKETS, SLOTS
-from corun.node.vllm.selftest import Stepper
+from corun.node.vllm.selftest import Stepper, Trace
 from corun.types import Freedom
 from decode_node.slots import smaller_than
 from decode_node.worker import FixedShapeWorker, choose_graphs_v2, sampling_style
@@ -91,6 +92,25 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
             mixed = MixedCertification(Stepper(self), self.slots, sampling_style, min(self.chunk_size, self.budget))
             test.refused[name] = mixed.difference(self.slots)
             test.add("mixed steps", mixed.steps, mixed.comparisons, time.monotonic() - began)
+
+    def test_scores(self, test: FreedomTest) -> None:
+        name = Freedom.SCORES.value
+        if test.refused.get(name, "not wanted"):
+            return
+        # A score cuts what was drawn into other chunks than those that the prompt had.
+        test.refuse({Freedom.SCORES: test.refused.get(Freedom.CHUNKS.value, "it needs free chunks, not wanted here")})
+        if not test.refused[name]:
+            began = time.monotonic()
+            # A greedy token is the same at any place of its output; other styles draw by the place.
+            scores = ScoreCertification(Stepper(self), sampling_style(3), self.chunk_size, self.score_of)
+            test.refused[name] = scores.difference()
+            test.add("scores", scores.steps, scores.comparisons, time.monotonic() - began)
+
+    def score_of(self, trace: Trace) -> bytes:
+        """Return the score of the token that was drawn at the end of a prompt, as the bytes of an fp32 number."""
+        hidden, token = trace.hidden.unsqueeze(0), torch.tensor([trace.token], device=trace.hidden.device)
+        _, logprobs = self.scorer().score(self.model_runner.model.compute_logits, hidden, token)
+        return bytes(logprobs[0, 0].cpu().numpy().tobytes())
 
     def observe(self) -> dict[str, Any]:
         """Return what a decode node's worker would: the contract has the graphs of its steps."""

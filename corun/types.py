@@ -136,6 +136,8 @@ class Freedom(str, enum.Enum):
     """A prompt may be cut into chunks anywhere."""
     MIXED = "mixed"
     """Decode rows may be in a prefill step, on a colocated node."""
+    SCORES = "scores"
+    """Drawn tokens may be computed as a prompt, on a colocated node: their scores are what generation reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,11 +87,15 @@ class PrefillWorker(NodeWorker):
                 test.run("products", test.by_products)
                 test.run("steps", test.by_steps)
                 self.test_mixed(test)
+                self.test_scores(test)
         torch.accelerator.empty_cache()
         return {"refused": test.refused, "evidence": asdict(test.evidence())}
 
     def test_mixed(self, test: FreedomTest) -> None:
         """Test `mixed` if it is wanted. No step of a prefill node has rows, so it is not."""
+
+    def test_scores(self, test: FreedomTest) -> None:
+        """Test `scores` if it is wanted. A prefill node draws nothing, so it is not."""
 
     @property
     def chunk_size(self) -> int:
@@ -173,9 +177,9 @@ class FreedomTest:
         self.refused |= dict.fromkeys(left, self._stepper.agree(reason))
 
     def by_steps(self, left: list[str]) -> None:
-        """Refuse the freedoms for which a whole step gives other bits than the contract's own form, but for `mixed`."""
+        """Refuse `packed` and `chunks` if a whole step gives other bits than the contract's own form."""
         test = Freedoms(self._stepper, self._worker.limits(self._stepper), _sampling())
-        self.refused |= test.refused([name for name in left if name != Freedom.MIXED.value])
+        self.refused |= test.refused([name for name in left if name in (Freedom.PACKED, Freedom.CHUNKS)])
         self._counts |= {"steps": test.steps, "comparisons": test.comparisons}
 
     def add(self, name: str, steps: int, comparisons: int, seconds: float) -> None:

@@ -46,6 +46,7 @@ class FakeStepper:
     def __post_init__(self) -> None:
         self._cache = torch.zeros(self.num_blocks, 8)
         self._known: set[str] = set()
+        self._drawn: dict[str, tuple[int, ...]] = {}
         self._splits = 1
 
     def agree(self, finding: str) -> str:
@@ -97,19 +98,22 @@ class FakeStepper:
         sequence.computed += count
         sequence.drawn += 1
         splits = 1 if self.is_dead else self._splits
-        own = (sequence.prompt, splits) if self.by_position else self._contents(sequence, start, splits)
+        tokens = (*sequence.prompt, *self._drawn.get(sequence.name, ()))[: sequence.computed]
+        own = (tokens, splits) if self.by_position else self._contents(sequence, start, splits)
         first = start // self.block_size
         written = sequence.blocks[first : -(-sequence.computed // self.block_size)]
         shown = leak if self.stage == "kv" else None
         if self.by_position:
             for number, block in enumerate(written, start=first):
                 end = min(sequence.computed, (number + 1) * self.block_size)
-                self._cache[block] = _bits("kv", sequence.prompt[:end], splits, shown)
+                self._cache[block] = _bits("kv", tokens[:end], splits, shown)
         else:
             self._cache[list(written)] = _bits("kv", own, shown)
         trace = Trace(
             kv=self.read(written), hidden=_bits(own), logits=_bits("logits", own), logprob=b"0", token=len(own[0])
         )
+        if sequence.computed >= len(sequence.prompt):
+            self._drawn[sequence.name] = (*self._drawn.get(sequence.name, ()), trace.token)
         leaked = {"kv": trace.kv, "hidden": _bits(leak), "logits": _bits(leak), "logprob": repr(leak).encode()}
         return trace if leak is None else replace(trace, **{self.stage: leaked[self.stage]})
 
@@ -120,4 +124,4 @@ class FakeStepper:
         return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
 
     def close(self) -> None:
-        self._known = set()
+        self._known, self._drawn = set(), {}

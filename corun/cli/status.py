@@ -147,6 +147,7 @@ FREEDOMS = {
     Freedom.PACKED.value: "several prompts in a step",
     Freedom.CHUNKS.value: "prompts cut anywhere",
     Freedom.MIXED.value: "prompts beside outputs in a step",
+    Freedom.SCORES.value: "scores with the bits of outputs",
 }
 """What a freedom is, for people. One of a later version is shown by its name."""
 

@@ -24,10 +24,12 @@ SWITCHES = {
         Freedom.PACKED: "packed_prefill",
         Freedom.CHUNKS: "free_chunks",
         Freedom.MIXED: "mixed_steps",
+        Freedom.SCORES: "mixed_steps",
     },
     NodeRole.DECODE: {Freedom.ROWS: "smaller_steps"},
 }
-"""The freedoms of each role, each with the setting that switches it off. A node without the setting has not got it."""
+"""The freedoms of each role, each with the setting that switches it off. A node without the setting has not got it.
+Both that need rows and prompts in one engine have one setting."""
 VOID = "the certificate is void: sums in another order gave the same bits, so this test would notice nothing"
 
 

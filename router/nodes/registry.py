@@ -26,6 +26,8 @@ from corun.errors import (
 from corun.rpc.channel import OPEN, Access
 from corun.types import (
     GONE_AS_PLANNED,
+    Freedom,
+    FreedomStatus,
     NodeInfo,
     NodeLoad,
     NodeRef,
@@ -191,8 +193,11 @@ class Registry:
         return self._claim(choose_idle_pair(need, *self._candidates(), self._is_warm, spare_slots), need)
 
     def scores_equal_generation(self, node: PrefillNode) -> bool:
-        """Return whether certificates show that what this node scores has the bits of what is drawn."""
-        return False
+        """Return whether certificates show that what this node scores has the bits of what is drawn: those of its own
+        engine, and of the engines of all decode nodes, since any of them may draw."""
+        engines: list[Node[Any]] = [node, *(decode for decode in by_id(self._decodes) if not decode.is_gone)]
+        holds = FreedomStatus(name=Freedom.SCORES.value)
+        return all(any(holds in side.info.freedoms for side in (each, *self._of_engine(each.info))) for each in engines)
 
     def most_tokens(self) -> int:
         """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no

@@ -112,6 +112,53 @@ def test_a_test_without_a_prompt_grants_nothing(module: ModuleType) -> None:
     assert "nothing was compared" in certify(module, a_model(block_size=64), longest=63)
 
 
+# What was drawn, as a prompt.
+
+
+def score(trace: Any) -> bytes:
+    """The score of a model in which a token's score is what was reported when it was drawn."""
+    return bytes(trace.logprob)
+
+
+def certify_scores(module: ModuleType, model: FakeStepper, score: Any = score, chunk: int = 2048) -> str:
+    test = module.ScoreCertification(model, None, chunk, score)
+    found: str = test.difference()
+    assert found.startswith("no whole block") or (test.steps, test.comparisons > 0) == (len(model.steps), True)
+    return found
+
+
+def in_a_row(row: int, batch: list[Any], sequence: Any) -> Any:
+    """A model whose rows have other bits than its prompts."""
+    return True if sequence.name == "rows" else None
+
+
+def in_a_late_row(row: int, batch: list[Any], sequence: Any) -> Any:
+    return True if sequence.name == "rows" and sequence.drawn == 3 and len(sequence.prompt) > 2000 else None
+
+
+def test_rows_that_have_the_bits_of_prompts_may_be_scored(module: ModuleType) -> None:
+    """All rows are in steps of rows, and all chunks in steps of prompts."""
+    model = a_model()
+    assert certify_scores(module, model) == ""
+    assert [told is None for told in model.told] == [step == ["rows"] for step in model.steps]
+
+
+@pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
+@pytest.mark.parametrize(("flaw", "length"), [(in_a_row, 16), (in_a_late_row, 2048)])
+def test_a_row_with_other_bits_than_a_prompt_is_found(module: ModuleType, flaw: Flaw, length: int, stage: str) -> None:
+    found = certify_scores(module, a_model(flaw, stage=stage))
+    assert found.startswith(f"of {length} tokens, the last 4 drawn, a prompt differs first in ")
+
+
+def test_a_score_with_other_bits_than_the_rows_is_found(module: ModuleType) -> None:
+    assert certify_scores(module, a_model(), lambda trace: b"1").endswith("differs first in the score")
+
+
+def test_a_test_that_would_notice_nothing_grants_no_scores(module: ModuleType) -> None:
+    assert "void" in certify_scores(module, a_model(is_dead=True))
+    assert "nothing was compared" in certify_scores(module, a_model(max_model_len=8))
+
+
 # The worker.
 
 
@@ -123,6 +170,9 @@ class Worker:
     def versions(self) -> list[str]:
         return []
 
+    def score_of(self, trace: Any) -> bytes:
+        return score(trace)
+
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -133,7 +183,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.module, made.prefill = module, prefill
     for found in (module, prefill):
         monkeypatch.setattr(found, "Stepper", lambda worker: worker.model)
-    for name in ("test_mixed", "rows_of", "execute_model"):
+    for name in ("test_mixed", "test_scores", "rows_of", "execute_model"):
         monkeypatch.setattr(Worker, name, getattr(module.ColocatedWorker, name), raising=False)
     return made
 
@@ -178,6 +228,36 @@ def test_what_is_known_of_it_before_refuses_it(worker: Any) -> None:
     test.refused["mixed"] = "the algorithm follows the number of rows"
     worker.test_mixed(test)
     assert (test.refused["mixed"], worker.model.steps) == ("the algorithm follows the number of rows", [])
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [({"chunks": ""}, ""), ({"chunks": "a CPU"}, "a CPU"), ({"packed": ""}, "free chunks"), ({"scores": "x"}, "x")],
+)
+def test_scores_are_those_of_generation_where_prompts_may_be_cut(
+    worker: Any, before: dict[str, str], reason: str
+) -> None:
+    test = worker.prefill.FreedomTest(worker, [*before, "scores"])
+    test.refused |= before
+    worker.test_scores(test)
+    assert reason in test.refused["scores"]
+    assert bool(test.refused["scores"]) == bool(reason) == (not worker.model.steps)
+
+
+def test_scores_are_tested_with_greedy_tokens(worker: Any) -> None:
+    """Others follow their place in the output, which is not the same in rows and in a prompt."""
+    drawn: set[float] = set()
+    worker.model = a_model(lambda row, batch, sequence: drawn.add(sequence.sampling.temperature))
+    test = worker.prefill.FreedomTest(worker, ["chunks", "scores"])
+    worker.test_scores(test)
+    assert (test.refused["scores"], drawn) == ("", {0.0})
+
+
+def test_scores_are_not_those_of_generation_where_rows_differ(worker: Any) -> None:
+    worker.model = a_model(in_a_row)
+    test = worker.prefill.FreedomTest(worker, ["chunks", "scores"])
+    worker.test_scores(test)
+    assert "differs first" in test.refused["scores"]
 
 
 def test_steps_are_of_the_kind_that_the_scheduler_says(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from corun.node.vllm.structure import refused
 from corun.types import Freedom
 from tests.loading import load
 
-ALL = {Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED}
+ALL = {Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED, Freedom.SCORES}
 
 
 class Linear:

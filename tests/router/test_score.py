@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from corun.receipt import output_digest
 from corun.rpc.auth import Caller
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected_scores
-from corun.types import NodeRole, NodeState, Priority
+from corun.types import FreedomStatus, NodeRole, NodeState, Priority
 from router import score as router_score
 from router.request import check_priority
 from tests.clusters import FakeCluster, cluster, retries
@@ -48,6 +49,31 @@ def check(found: Scores) -> None:
         assert (score.token_ids, score.logprobs) == (asked, wanted.logprobs)
         assert (score.top_token_ids, score.top_logprobs) == (wanted.top_token_ids, wanted.top_logprobs)
         assert score.output_digest == output_digest(asked, wanted.logprobs)
+
+
+def certify(fake: FakeCluster, node_id: str) -> None:
+    """The prefill side of a colocated node tells that its drawn tokens have the bits of prompts."""
+    node = fake.router.registry._prefills[node_id]
+    node.describe(replace(node.info, freedoms=(FreedomStatus(name="scores"),)))
+
+
+async def test_a_score_equals_generation_only_where_all_that_draw_hold_the_certificate(model: str) -> None:
+    fake = FakeCluster(model, router_config())
+    try:
+        await fake.start(0, 0, 1, colocated=2)
+        async with AsyncClient(fake.address) as client:
+            claims = []
+            names = sorted(fake.router.registry._prefills)
+            for name in (None, *names):
+                if name:
+                    certify(fake, name)
+                claims.append((await client.score(PROMPT, [(8,)])).scores[0].equals_generation)
+            assert claims == [False, False, True]
+            await fake.add_decode()
+            await fake.until(lambda: len(fake.router.registry.decode_nodes()) == 3)
+            assert not (await client.score(PROMPT, [(8,)])).scores[0].equals_generation
+    finally:
+        await fake.close()
 
 
 async def test_each_continuation_is_scored_after_the_prompt_and_takes_no_slot(model: str) -> None:

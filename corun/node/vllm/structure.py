@@ -27,7 +27,7 @@ def refused(config: Any, model: Any) -> dict[Freedom, str]:
     if contexts := _of_contexts(config):
         found[Freedom.PACKED] = contexts
     if reason := next(_of_all(config, model), ""):
-        found = dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED), reason)
+        found = dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED, Freedom.SCORES), reason)
     return found
 
 
