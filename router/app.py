@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import secrets
 
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
 from corun.config.fields import RouterConfig, is_loopback
 from corun.observe.endpoints import Observation
 from corun.params import MAX_NAME_LENGTH
@@ -37,6 +40,8 @@ beyond its prompt: the tokens that it may score need less."""
 _BESIDE = {"Generate": 0, "Score": BYTES_OF_CASES, "Tokenize": 0, "Detokenize": 0, "Verify": BYTES_OF_CASES}
 BYTES_BESIDE = {f"/{CLUSTER_SERVICE}/{name}": size for name, size in _BESIDE.items()}
 """The bytes that a request may have beyond one prompt of the model's length, by the method's full name."""
+OF_CLIENTS = (CLUSTER_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+"""The services that reflection lists: those that a client may call."""
 STOP_GRACE_S = 5.0
 """The seconds that cancelled calls have to end."""
 
@@ -172,6 +177,8 @@ class Router:
         )
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
         self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, nodes)
+        if self._config.reflection:
+            self.server.add(reflection.enable_server_reflection, OF_CLIENTS)
 
 
 def _process_id(router_id: str) -> str:

@@ -301,6 +301,9 @@ class RouterConfig(MemberConfig):
     nodes that do not give it are not used, whoever comes first. Empty: the first node of each role decides."""
     tls_clients: bool = field(default=False, metadata=SECURITY)
     """Clients, too, must show a certificate that tls_ca signed."""
+    reflection: bool = False
+    """Tell clients the services that they may call, and their messages, by gRPC's reflection (v1alpha), so that tools
+    such as grpcurl need no proto files. It wants a client's token, like the services themselves."""
     max_queued_samples: int = field(default=4096, metadata=COUNT)
     """Samples of one client that may wait for room; more are refused with a retry delay. Each of n clients may have
     2 / (n + 1) of it, so that there is always room for another, and less than twice as many wait in all."""

@@ -30,9 +30,14 @@ _SETTING = re.compile(
 )
 _SCHEME = "Bearer "
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
-_PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
-_UNCOUNTED = frozenset({"/corun.v1.ClusterService/StreamOutputs"})
-"""Methods whose calls are no requests: they only carry what comes of other calls."""
+_PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService", "grpc.reflection.v1alpha.ServerReflection"})
+_UNCOUNTED = frozenset(
+    {
+        "/corun.v1.ClusterService/StreamOutputs",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }
+)
+"""Methods whose calls are no requests: they carry what comes of other calls, or tell how those are made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +112,8 @@ def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
 class Gate:
     """Admits calls to a server by their token. Health checks need no token.
 
-    cluster: the members' secret, which opens every service. Without it, all services but the public one are open to
-    all. clients: the tokens that open the public service only. Without them, the public service is open to all. If
+    cluster: the members' secret, which opens every service. Without it, all services but the public ones are open to
+    all. clients: the tokens that open the public services only. Without them, the public ones are open to all. If
     clients is a function, it is called for every call, since tokens come and go.
     """
 

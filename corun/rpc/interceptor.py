@@ -97,8 +97,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             permit = self._gate.admit(details.method, details.invocation_metadata)
         except UnauthenticatedError as error:
             return _refusal(error)
-        if handler.request_streaming:
-            return handler  # No service of ours takes a stream.
         deserialize = _guard(handler.request_deserializer, self._request_limit(details.method))
         respond = self._responder(handler, details.method, permit)
         # All our methods look like methods that take a stream to gRPC. For a unary method, gRPC would wait for ever for
@@ -121,17 +119,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         async def respond(_: Any, context: Context) -> Any:
             async with _translated(context, method):
                 patience = Patience(self._client_timeout_s)
-                with patience.expecting("sent no whole request"):
-                    request = await context.read()
+                is_one = not handler.request_streaming
+                request = await _read(context, patience) if is_one else None
                 if request is _EOF:
                     raise InvalidArgumentError("message", Shown("none"), "must be sent before the call's end")
-                if isinstance(request, InvalidArgumentError):
-                    raise request
                 with permit as known:
                     _call.set((known, context.peer()))
                     if not handler.response_streaming:
                         return await handler.unary_unary(request, context)
-                    return await _write(handler.unary_stream(request, context), context, patience, method)
+                    if is_one:
+                        responses = handler.unary_stream(request, context)
+                    else:
+                        responses = handler.stream_stream(_requests(context, patience), context)
+                    return await _write(responses, context, patience, method)
 
         return respond
 
@@ -199,13 +199,27 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value | byte << shift, at + 1
 
 
+async def _read(context: Context, patience: Patience) -> Any:
+    """Return the client's next message, or `_EOF` after its last one. Raises InvalidArgumentError if it is refused."""
+    with patience.expecting("sent no whole request"):
+        request = await context.read()
+    if isinstance(request, InvalidArgumentError):
+        raise request
+    return request
+
+
+async def _requests(context: Context, patience: Patience) -> AsyncIterator[Any]:
+    """Yield the messages of a client that sends several. It may take as long for each as for the only one of a call."""
+    while (request := await _read(context, patience)) is not _EOF:
+        yield request
+
+
 async def _write(responses: Any, context: Context, patience: Patience, method: str) -> None:
     """Write what a handler yields, and close the handler in the end."""
     if not isinstance(responses, AsyncGenerator):
         await responses  # The handler writes by itself.
         return
     has_begun = False
-    taking = patience.expecting("took no message")
     try:
         async for response in responses:
             if not has_begun:
@@ -213,9 +227,9 @@ async def _write(responses: Any, context: Context, patience: Patience, method: s
                 # no error could be sent after it.
                 await _sent(context.send_initial_metadata(()))
                 has_begun = True
-            with taking:
+            with patience.expecting("took no message"):
                 if isinstance(response, Source):
-                    await Pump(response, context, taking).run()
+                    await Pump(response, context, patience).run()
                 else:
                     await _sent(context.write(response))
     finally:

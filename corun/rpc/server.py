@@ -84,7 +84,6 @@ class GrpcServer:
     """A grpc.aio server with typed errors, health, tokens and limits. Make it inside a running loop.
 
     Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until `set_serving`.
-    Reflection is never served.
 
     tls: the PEM files; None: no TLS. mutual: whether clients must show a certificate that the authorities of `tls`
     signed. gate: who may call what; None: anyone may call anything. request_limit: the most bytes of a request to a
