@@ -19,7 +19,7 @@ from tests.clusters import FakeCluster, cluster
 from tests.foreign.tools import install, printed, running
 from tests.secrets import Secrets
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_tokens=40, temperature=0.7, logprobs=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -52,3 +53,11 @@ async def printed(*words: str | Path, where: Path, env: Mapping[str, str] | None
         output, errors = await asyncio.wait_for(process.communicate(), RUN_S)
     assert process.returncode is not None
     return process.returncode, output.decode(), errors.decode()
+
+
+def environment(folder: Path, *requirements: str) -> Path:
+    """Return the Python of a new virtual environment with these packages. Skip the test if no index gives them."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=INSTALL_S)
+    python = folder / "bin" / "python"
+    install([sys.executable, "-m", "uv", "pip", "install", "--python", python, *requirements], folder, requirements[0])
+    return python
