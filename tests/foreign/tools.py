@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import sysconfig
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -55,9 +56,18 @@ async def printed(*words: str | Path, where: Path, env: Mapping[str, str] | None
     return process.returncode, output.decode(), errors.decode()
 
 
-def environment(folder: Path, *requirements: str) -> Path:
-    """Return the Python of a new virtual environment with these packages. Skip the test if no index gives them."""
+def environment(folder: Path, *requirements: str, borrows_torch: bool = False) -> Path:
+    """Return the Python of a new virtual environment with these packages. Skip the test if no index gives them.
+
+    borrows_torch: take torch from our own environment, as its packages for GPUs are several GB.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=INSTALL_S)
     python = folder / "bin" / "python"
-    install([sys.executable, "-m", "uv", "pip", "install", "--python", python, *requirements], folder, requirements[0])
+    override = folder / "override.txt"
+    override.write_text("torch ; python_version < '3'\n" if borrows_torch else "", encoding="utf-8")
+    uv = (sys.executable, "-m", "uv", "pip", "install", "--python", python, "--override", override)
+    install([*uv, *requirements], folder, requirements[0])
+    if borrows_torch:  # What stands in a .pth file comes after the environment's own packages.
+        (site,) = (folder / "lib").glob("python*/site-packages")
+        (site / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return python
