@@ -4,6 +4,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 """
 
 from corun.client.client import AsyncClient, Client
+from corun.client.generations import Generations
 from corun.completion import Chunk, Generation, Prompt, Sample, Score, Scores
 from corun.config.fields import TlsConfig
 from corun.errors import (
@@ -41,6 +42,7 @@ __all__ = [
     "DeadlineError",
     "FinishReason",
     "Generation",
+    "Generations",
     "InternalError",
     "InvalidArgumentError",
     "NotFoundError",

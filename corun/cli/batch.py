@@ -23,11 +23,10 @@ from corun.errors import CorunError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
 from corun.records.rows import (
     PromptRow,
-    check_same,
     drop_torn_line,
     located,
+    read_finished,
     read_prompts,
-    read_results,
     result_row,
     to_line,
 )
@@ -165,13 +164,7 @@ def unfinished(rows: list[PromptRow], output: Path) -> list[PromptRow]:
     """
     if not output.exists():
         return rows
-    by_id = {row.id: row for row in rows}
-    done = set()
-    for where, result in read_results(output, skip_torn=True):
-        row_id = str(result["id"])
-        if row_id in by_id:
-            check_same(by_id[row_id], result, where)
-            done.add(row_id)
+    done = {row.id for _, row, _ in read_finished(rows, output)}
     if drop_torn_line(output):
         print(f"{output}: dropped an unfinished last line", file=sys.stderr)
     return [row for row in rows if row.id not in done]

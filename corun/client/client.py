@@ -14,10 +14,12 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
+from corun.client.generations import Generations, KeptResults
 from corun.client.loop_thread import LoopThread
 from corun.client.outputs import Outputs
 from corun.client.progress import ProgressBar
@@ -42,6 +44,7 @@ from corun.completion import Chunk, Generation, Prompt, Scores
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams, check_text, check_token_ids
+from corun.records.rows import PromptRow
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.rpc.channel import Access
@@ -169,51 +172,62 @@ class AsyncClient:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int | None = None,
         seeds: Sequence[int | None] | None = None,
+        results: str | Path | None = None,
         priority: Priority | str = Priority.LOW,
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool | None = None,
         timeout_s: float | None = None,
-    ) -> list[Generation]:
+    ) -> Generations:
         """Generate the samples of many prompts and return the generations in the order of the prompts.
 
-        An overloaded router is asked again after the delay that it names. The first other error ends the batch.
+        An overloaded router is asked again after the delay that it names. The first other error ends the batch. A
+        prompt is computed once for all its samples. What is returned is a list, and can be had as a table:
+        `to_pandas()`, `to_arrow()`, or `columns()` without any package.
 
         Args:
             prompts: texts or token ids. All are checked before the first is sent.
             params: the parameters of all prompts, or a sequence with one for each. None: the defaults.
-            seeds: a seed for each prompt, in [0, 2^63), or None for a derived one. None: all are derived.
+            n: the number of samples of each prompt, at most 256. None: what `params` say.
+            seeds: a seed for each prompt, in [0, 2^63), or None for a derived one. None: all are derived. Sample i of a
+                prompt has a seed of its own, which follows from the prompt's.
+            results: a file for the results, as `corun batch` writes it and `corun verify` reads it. Prompts that have a
+                result there are not run again, so the same call goes on where an interrupted one ended. A prompt is
+                known by its index. Results that go through a file have no `token_texts`. None: no file.
             priority: low by default, so that a batch gives way to single prompts and may wait until its deadline.
             concurrency: the most prompts in flight at once, at least 1.
             progress: whether to show a bar on stderr once the batch has taken a second. None: if stderr is a terminal.
             timeout_s: the deadline of each prompt in seconds, counted from when its turn comes. None: the client's.
 
         Raises:
-            InvalidArgumentError: a value is outside its limit; the field names the prompt, as in prompts[3].seed.
+            InvalidArgumentError: a value is outside its limit; the field names the prompt, as in prompts[3].seed. Or
+                the file of results has the answer to another prompt.
+            ContractMismatchError: the file of results has results of another contract, such as of other weights.
             OverloadedError: there was no room for a prompt until its deadline.
             CorunError: all other errors that `generate` raises.
 
         Example:
-            done = await client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
-            print([each.text for each in done])
+            done = await client.generate_many(["One", "Two"], SamplingParams(logprobs=True), n=8, seeds=[1, 2])
+            print([sample.text for sample in done[0].samples], done.columns()["logprobs"])
         """
         check_concurrency(concurrency)
-        requests, gate = prepare_all(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
-        with ProgressBar(len(requests), "prompts", shown=progress) as bar:
+        requests, gate = prepare_all(prompts, params, seeds, n, priority), asyncio.Semaphore(concurrency)
+        rows = [prepared.row(index) for index, prepared in enumerate(requests)]
+        with KeptResults(results, rows) as kept:
+            todo = [row for row in rows if row.id not in kept.found]
+            bar = ProgressBar(len(todo), "prompts", shown=progress)
 
-            async def run(index: int, prepared: PreparedRequest) -> Generation:
+            async def run(row: PromptRow) -> None:
+                index = int(row.id)
                 async with gate:
-                    done = await self._retrying(index, prepared, timeout_s)
+                    done = await self._retrying(index, requests[index], timeout_s)
+                kept.found[row.id] = kept.keep(row, done)
                 bar.advance()
-                return done
 
-            tasks = [asyncio.create_task(run(i, prepared)) for i, prepared in enumerate(requests)]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            with bar:
+                await _all_or_none([run(row) for row in todo])
+            return Generations(kept.found[row.id] for row in rows)
 
     async def score(
         self,
@@ -442,6 +456,17 @@ class AsyncClient:
 
     async def _reach(self, deadline: Deadline) -> RouterLink:
         return await self._routers.reach(min(self._connect_timeout_s, deadline.remaining_s))
+
+
+async def _all_or_none(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines side by side. The first error ends the others, and is raised when they have ended."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _blocking(

@@ -62,11 +62,18 @@ def new_bar() -> Progress:
     # Loading rich takes longer than loading the whole client. A program without a terminal never loads it.
     from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    class Rate(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:.3g}/s")
 
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
+        Rate(),
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
         progress.TextColumn("left"),

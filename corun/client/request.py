@@ -30,6 +30,7 @@ from corun.errors import (
 from corun.observe.trace_context import Metadata, of_caller
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, Receipt, output_digest, prompt_digest
+from corun.records.rows import PromptRow
 from corun.rpc import codec
 from corun.types import Priority, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
@@ -50,9 +51,8 @@ class PreparedRequest:
     request: pb.GenerateRequest
     """The message to send. It has a request id, so that it can be resumed. It asks for log probabilities, so that its
     output can be checked."""
-    n: int
-    logprobs: bool
-    """Whether the caller asked for log probabilities, and so for the texts of tokens, too."""
+    params: SamplingParams
+    """The caller's parameters, which say whether log probabilities were asked for, and so the texts of tokens, too."""
     metadata: Metadata = ()
     """The call's metadata: it names the caller's span, if there is one."""
 
@@ -62,7 +62,18 @@ class PreparedRequest:
         return self.request.token_ids.ids
 
     def assembler(self) -> Assembler:
-        return Assembler(self.n, self.token_ids)
+        return Assembler(self.params.n, self.token_ids)
+
+    def row(self, index: int) -> PromptRow:
+        """Return the request as the row of a batch, where its results are kept in a file."""
+        request = self.request
+        return PromptRow(
+            id=str(index),
+            prompt=request.text or tuple(self.token_ids),
+            params=self.params,
+            seed=request.seed if request.HasField("seed") else None,
+            where=f"prompts[{index}]",
+        )
 
 
 def prepare(
@@ -82,16 +93,19 @@ def prepare(
         priority=read_priority(priority),
         token_texts=params.logprobs,
     )
-    return PreparedRequest(request=request, n=params.n, logprobs=params.logprobs, metadata=of_caller())
+    return PreparedRequest(request=request, params=params, metadata=of_caller())
 
 
 def prepare_all(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     seeds: Sequence[int | None] | None,
+    n: int | None = None,
     priority: Priority | str = Priority.NORMAL,
 ) -> list[PreparedRequest]:
     """Return the requests of a batch. All are checked before the first is sent.
+
+    n: the number of samples of each prompt; None: what the parameters say.
 
     Raises InvalidArgumentError, which names the prompt's index.
     """
@@ -107,7 +121,7 @@ def prepare_all(
     known, requests = read_priority(priority), []
     for index, prompt in enumerate(prompts):
         try:
-            requests.append(prepare(prompt, each_params[index], each_seed[index], None, known))
+            requests.append(prepare(prompt, _with_n(each_params[index], n), each_seed[index], None, known))
         except InvalidArgumentError as error:
             raise at_index(index, error) from error
     return requests
@@ -141,6 +155,12 @@ def retry_delay_s(error: OverloadedError, deadline: Deadline) -> float:
 def check_concurrency(concurrency: int) -> None:
     if not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidArgumentError("concurrency", concurrency, "must be at least 1")
+
+
+def _with_n(params: SamplingParams | None, n: int | None) -> SamplingParams | None:
+    if n is None:
+        return params
+    return replace(SamplingParams() if params is None else _checked("params", params), n=n)
 
 
 def _checked(field: str, params: object) -> SamplingParams:
@@ -258,7 +278,8 @@ class Resumption:
         self._prepared = prepared
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
-        self._samples = [_Received(index, with_token_texts=prepared.logprobs) for index in range(prepared.n)]
+        self._logprobs = prepared.params.logprobs
+        self._samples = [_Received(index, with_token_texts=self._logprobs) for index in range(prepared.params.n)]
         self._prompt = tuple(prepared.token_ids)
         self._prompt_digest = prompt_digest(self._prompt)
         self._fingerprint = ""
@@ -297,7 +318,7 @@ class Resumption:
             raise DataLossError("the request went on from another prompt")
         told = replace(
             chunk,
-            logprobs=chunk.logprobs if self._prepared.logprobs else (),
+            logprobs=chunk.logprobs if self._logprobs else (),
             prompt_token_ids=() if self._prompt else prompt,
             fingerprint="" if known else fingerprint,
         )

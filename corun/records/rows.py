@@ -92,6 +92,19 @@ def read_results(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, 
         yield where, row
 
 
+def read_finished(rows: Sequence[PromptRow], path: Path) -> Iterator[tuple[str, PromptRow, dict[str, Any]]]:
+    """Yield the rows that have a result in a batch's output, each with the place of its result and with the result.
+
+    A last line without a line end is skipped. Raises InvalidArgumentError if the output has, under the id of one of the
+    rows, the answer to another prompt.
+    """
+    by_id = {row.id: row for row in rows}
+    for where, result in read_results(path, skip_torn=True):
+        if (row := by_id.get(str(result["id"]))) is not None:
+            check_same(row, result, where)
+            yield where, row, result
+
+
 def check_same(row: PromptRow, result: Mapping[str, Any], where: str) -> None:
     """Raise InvalidArgumentError if a finished row is not the answer to the prompt with the same id."""
     prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)

@@ -46,6 +46,7 @@ def test_the_public_names_are_these() -> None:
     assert corun.__all__ == [
         "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
         "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
+        "Generations",
         "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "PermissionDeniedError",
         "Priority", "Prompt", "Receipt", "Sample", "SamplingParams", "Score", "Scores", "StaleGenerationError",
             "TlsConfig",

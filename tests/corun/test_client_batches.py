@@ -95,3 +95,5 @@ def test_what_is_left_goes_by_the_pace_of_the_whole() -> None:
         now += 40
         bar.advance(task)
     assert bar.tasks[0].time_remaining == 28 * 40
+    shown = [column(bar.tasks[0]) for column in bar.columns if not isinstance(column, str)]
+    assert "0.025/s" in [getattr(each, "plain", "") for each in shown]

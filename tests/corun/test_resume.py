@@ -60,7 +60,7 @@ def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
     one, two = prepare("x", None, None, None), prepare("x", None, None, None)
     assert len({one.request.request_id, two.request.request_id, ""}) == 3
     assert one.request.sampling_params.logprobs
-    assert not one.logprobs
+    assert not one.params.logprobs
 
 
 @pytest.mark.parametrize(
