@@ -21,7 +21,7 @@ from corun.gateway.bodies import was_not_asked, when_read
 from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
-from corun.gateway.errors import plain_response, translated
+from corun.gateway.failures import plain_response, translated
 from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 

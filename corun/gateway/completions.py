@@ -7,29 +7,29 @@ frees its slots. This module must not know routes, nor how clients are kept.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from corun.client.client import AsyncClient
-from corun.completion import Assembler
-from corun.errors import InvalidArgumentError, NotFoundError, shown
+from corun.errors import NotFoundError, shown
 from corun.gateway.activity import Prompts
+from corun.gateway.answers import Numbered, chunks_of, echoes_of, translated, whole
 from corun.gateway.bodies import Limits, Room, read_body
 from corun.gateway.chat_responses import CHAT
 from corun.gateway.chats import Chat, read_chat_request, read_detokenize, read_tokenize
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
-from corun.gateway.echoes import Echo, scored
-from corun.gateway.errors import event_of, naming, typed
+from corun.gateway.echoes import Echo
+from corun.gateway.errors import naming
+from corun.gateway.failures import event_of, typed
 from corun.gateway.renders import Renders
 from corun.gateway.requests import CompletionRequest, read_request
-from corun.gateway.responses import COMPLETION, DONE, Events, Shape, echoed, with_echoes
-from corun.gateway.streams import Chunks, EventStream, Numbered, merged
+from corun.gateway.responses import COMPLETION, DONE, Events, Shape, echoed
+from corun.gateway.streams import EventStream
 from corun.observe.trace_context import TRACEPARENT, read, within
 from corun.types import Tokens
 
@@ -71,8 +71,8 @@ class Completions:
             calls = len(asked.prompts)
             with self.activity.more(calls - 1), self._clients.lease(incoming.token, calls) as client:
                 with self.activity.told():
-                    asked = await _translated(asked, client)
-                    echoes = await _echoes(asked, client) if asked.scores else ()
+                    asked = await translated(asked, client)
+                    echoes = await echoes_of(asked, client) if asked.scores else ()
                 if not asked.draws:
                     return web.json_response(echoed(COMPLETION.head(asked, incoming.served.name), asked, echoes))
                 return await self._run(incoming, asked, client, COMPLETION, echoes)
@@ -148,17 +148,12 @@ class Completions:
         echoes: Sequence[Echo] = (),
     ) -> web.StreamResponse:
         """Run a request and answer it in this shape. echoes: the scores of its prompts, for a whole answer."""
-        chunks = merged([_one(asked, client, index) for index in range(len(asked.prompts))])
-        async with aclosing(chunks):
-            begun = shape.head(asked, incoming.served.name)
-            if asked.stream:
+        begun = shape.head(asked, incoming.served.name)
+        if asked.stream:
+            async with aclosing(chunks_of(asked, client)) as chunks:
                 return await self._stream(incoming.request, shape.events(begun, asked), chunks)
-            found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
-            with self.activity.told():
-                async for index, chunk in chunks:
-                    found[index].add(chunk)
-            answer = shape.completion(begun, asked, [each.finish() for each in found])
-            return web.json_response(with_echoes(answer, asked, echoes) if echoes else answer)
+        with self.activity.told():
+            return web.json_response(await whole(asked, client, shape, begun, echoes))
 
     async def _stream(self, request: web.Request, events: Events, chunks: Numbered) -> web.StreamResponse:
         answer = EventStream(request, self._config.client_timeout_s)
@@ -175,53 +170,3 @@ class Completions:
                 raise  # Nothing was sent, so the error can have its own status.
             last = event_of(typed(error))
         return await answer.end(last + DONE)
-
-
-async def _translated(asked: CompletionRequest, client: AsyncClient) -> CompletionRequest:
-    """Return a request with the token ids of prompts whose text is scored or gets no special tokens, and the texts of
-    prompts that are echoed."""
-    prompts, texts = list(asked.prompts), list(asked.texts)
-    for index, prompt in enumerate(asked.prompts):
-        with _of_prompt(asked, index):
-            if asked.echo:
-                texts.append(prompt if isinstance(prompt, str) else await client.detokenize(prompt))
-            if isinstance(prompt, str) and (asked.scores or not asked.add_special_tokens):
-                found = await client.tokenize(prompt, add_special_tokens=asked.add_special_tokens)
-                prompts[index] = found.token_ids
-    return replace(asked, prompts=tuple(prompts), texts=tuple(texts))
-
-
-async def _echoes(asked: CompletionRequest, client: AsyncClient) -> list[Echo]:
-    """Return the prompts of a request, scored. The first error ends the others."""
-
-    async def one(index: int) -> Echo:
-        with _of_prompt(asked, index):
-            return await scored(asked, client, index)
-
-    tasks = [asyncio.ensure_future(one(index)) for index in range(len(asked.prompts))]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:
-    """Yield the chunks of one prompt."""
-    with _of_prompt(asked, index):
-        chunks = client.stream(
-            asked.prompts[index], asked.params, seed=asked.seed, request_id=asked.id_of(index), priority=asked.priority
-        )
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
-
-
-@contextmanager
-def _of_prompt(asked: CompletionRequest, index: int) -> Iterator[None]:
-    """Name fields in errors about one prompt as the client knows them, with the number of one of several prompts."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        raise asked.named(error, index) from error

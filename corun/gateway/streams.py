@@ -1,4 +1,4 @@
-"""Streams of a request: the cluster's chunks of several prompts as one stream, and the events that a client takes.
+"""The events of a streamed answer, as a client takes them.
 
 This module must not know what is in an event.
 """
@@ -6,21 +6,13 @@ This module must not know what is in an event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import web
 
-from corun.completion import Chunk
-
 MAX_BUFFERED = 32 * 1024
 """The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB."""
-QUEUED_CHUNKS = 64
-"""The most chunks of several prompts that wait to be written."""
-
-Chunks = AsyncGenerator[Chunk, None]
-Numbered = AsyncGenerator[tuple[int, Chunk], None]
 
 
 class EventStream:
@@ -65,40 +57,3 @@ class EventStream:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionResetError("the client takes nothing") from None
-
-
-async def merged(streams: Sequence[Chunks]) -> Numbered:
-    """Yield the chunks of several streams as they come, each with the number of its stream. The first error ends all
-    streams."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for chunk in only:
-                yield 0, chunk
-        return
-    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(QUEUED_CHUNKS)
-    tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:  # Each stream ends, at the latest by its own deadline.
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(index: int, stream: Chunks, queue: asyncio.Queue[tuple[int, Chunk | Exception | None]]) -> None:
-    end: Exception | None = None
-    try:
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                await queue.put((index, chunk))
-    except Exception as error:
-        end = error
-    await queue.put((index, end))

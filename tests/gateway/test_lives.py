@@ -17,9 +17,10 @@ from aiohttp import web
 
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway import clients as gateway_clients
+from corun.gateway.answers import merged
 from corun.gateway.clients import Clients
 from corun.gateway.config import GatewayConfig
-from corun.gateway.streams import EventStream, merged
+from corun.gateway.streams import EventStream
 from corun.testing.cluster import WAIT_S
 from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import joined, read_events, serving

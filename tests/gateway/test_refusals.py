@@ -12,7 +12,8 @@ import pytest
 
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway.config import GatewayConfig
-from corun.gateway.errors import STATUSES, body_of, response_of
+from corun.gateway.errors import STATUSES, body_of
+from corun.gateway.failures import response_of
 from corun.gateway.requests import _FIXED_OF_COMPLETIONS as FIXED_FIELDS
 from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
