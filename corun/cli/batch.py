@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import tyro
 
 from corun.cli.fingerprint import contract_lines, contracts_beside
+from corun.cli.openai_batch import Answer, OpenAiFile, is_openai_file
 from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
 from corun.client.client import AsyncClient
 from corun.client.progress import ProgressBar
 from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
 from corun.client.routers import Deadline
-from corun.completion import Generation
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
 from corun.records.rows import (
@@ -45,8 +45,11 @@ class Batch:
     Beside the output, NAME.contracts.jsonl gets the contracts that the rows were drawn under, which `corun diff` reads.
     Routers that ask for tokens give them to operators only.
     A prompt that the cluster refuses is reported at the end, with exit code 2. The other prompts still run.
+    A file whose first line has a custom_id is one of OpenAI's batch files, and so is then the output: requests for
+    /v1/completions and /v1/chat/completions. There a refused or broken line has a line with the error.
 
     examples:
+      corun batch openai.jsonl -o answers.jsonl
       corun batch prompts.jsonl -o results.jsonl --max-tokens 256 --logprobs --seed 7
       corun verify results.jsonl
     """
@@ -68,27 +71,66 @@ class Batch:
         check_concurrency(self.concurrency)
         if self.output.exists() and self.output.samefile(self.input):
             raise InvalidArgumentError("output", str(self.output), "must not be the input")
-        rows = [self._seeded(row) for row in read_prompts(self.input, self.sampling.params())]
-        todo = unfinished(rows, self.output)
-        run = _Run(self, todo)
+        work = self._openai_file() if is_openai_file(self.input) else _PromptFile(self)
+        todo = work.unfinished()
+        if drop_torn_line(self.output):
+            print(f"{self.output}: dropped an unfinished last line", file=sys.stderr)
+        run = _Run(self, work.answer, todo)
         try:
             with self.output.open("a", encoding="utf-8") as sink, ProgressBar(len(todo), "prompts") as bar:
                 asyncio.run(run.all(sink, bar))
         finally:
-            print(run.summary(len(rows)), file=sys.stderr)
+            print(run.summary(work.total), file=sys.stderr)
         return 2 if run.refused else 0
 
+    def _openai_file(self) -> OpenAiFile:
+        given = {
+            name: value for name, value in asdict(self.sampling).items() if value != getattr(SamplingOptions(), name)
+        }
+        for name, value in given.items():
+            raise InvalidArgumentError(name, value, "must be in the body of each line of OpenAI's batch file")
+        return OpenAiFile(self.input, self.output, seed=self.seed, priority=self.priority)
+
+
+class _PromptFile:
+    """A file of prompts in this project's own form."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._rows = [self._seeded(row) for row in read_prompts(batch.input, batch.sampling.params())]
+
+    @property
+    def total(self) -> int:
+        return len(self._rows)
+
+    def unfinished(self) -> list[PromptRow]:
+        """Return the rows that have no result yet. Raises InvalidArgumentError if the output is that of other rows."""
+        output = self._batch.output
+        done = {row.id for _, row, _ in read_finished(self._rows, output)} if output.exists() else set()
+        return [row for row in self._rows if row.id not in done]
+
+    async def answer(self, client: AsyncClient, row: PromptRow, timeout_s: float) -> Answer:
+        """Return the result of one row, or why the cluster refuses its prompt."""
+        priority = self._batch.priority
+        try:
+            done = await client.generate(row.prompt, row.params, seed=row.seed, priority=priority, timeout_s=timeout_s)
+        except InvalidArgumentError as error:
+            return Answer(refused=str(located(row.where, error)))
+        result = result_row(row.id, row.prompt, row.params, done)
+        return Answer(row=result, fingerprint=done.receipt.fingerprint)
+
     def _seeded(self, row: PromptRow) -> PromptRow:
-        if self.seed is None or row.seed is not None:
+        seed = self._batch.seed
+        if seed is None or row.seed is not None:
             return row
-        return replace(row, seed=derive_seed(check_seed(self.seed).to_bytes(8, "little"), row.id))
+        return replace(row, seed=derive_seed(check_seed(seed).to_bytes(8, "little"), row.id))
 
 
 class _Run:
     """The rows of one run that had no result before it, and what became of them."""
 
-    def __init__(self, batch: Batch, todo: Sequence[PromptRow]) -> None:
-        self._batch, self._todo = batch, todo
+    def __init__(self, batch: Batch, answer: Callable[..., Awaitable[Answer]], todo: Sequence[Any]) -> None:
+        self._batch, self._answer, self._todo = batch, answer, todo
         self._finished = 0
         self._fingerprints: set[str] = set()
         self.refused: list[str] = []
@@ -99,12 +141,15 @@ class _Run:
 
         async def work() -> None:
             for row in rows:  # All workers share the iterator: each takes the next row.
-                done = await self._generate(client, row)
-                if done is not None:
-                    sink.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
+                answer = await self._ask(client, row)
+                if answer.row is not None:
+                    sink.write(to_line(answer.row) + "\n")
                     sink.flush()
+                if answer.refused:
+                    self.refused.append(answer.refused)
+                else:
                     self._finished += 1
-                    await self._keep_contracts(client, done.receipt.fingerprint)
+                    await self._keep_contracts(client, answer.fingerprint)
                 bar.advance()
 
         async with self._batch.cluster.async_client() as client:
@@ -116,19 +161,14 @@ class _Run:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _generate(self, client: AsyncClient, row: PromptRow) -> Generation | None:
-        """Run one row. Return None if the cluster refuses its prompt."""
+    async def _ask(self, client: AsyncClient, row: Any) -> Answer:
+        """Return the answer to one row. An overloaded router is asked again."""
         deadline = Deadline(self._batch.cluster.timeout_s)
         while True:
             try:
-                return await client.generate(
-                    row.prompt, row.params, seed=row.seed, priority=self._batch.priority, timeout_s=deadline.remaining_s
-                )
+                return await self._answer(client, row, deadline.remaining_s)
             except OverloadedError as error:
                 delay = retry_delay_s(error, deadline)
-            except InvalidArgumentError as error:
-                self.refused.append(str(located(row.where, error)))
-                return None
             await asyncio.sleep(delay)
 
     async def _keep_contracts(self, client: AsyncClient, fingerprint: str) -> None:
@@ -155,16 +195,3 @@ class _Run:
         parts = [f"{self._finished} finished", *(f"{count} {what}" for what, count in counts.items() if count)]
         again = "; run the same command again to continue" if left else ""
         return "\n".join([*lines, f"{self._batch.output}: {', '.join(parts)} of {total} prompts{again}"])
-
-
-def unfinished(rows: list[PromptRow], output: Path) -> list[PromptRow]:
-    """Return the rows that have no result in `output` yet. Cut off a last line that an interrupted run left incomplete.
-
-    Raises InvalidArgumentError if `output` has, under the id of one of the rows, the answer to another prompt.
-    """
-    if not output.exists():
-        return rows
-    done = {row.id for _, row, _ in read_finished(rows, output)}
-    if drop_torn_line(output):
-        print(f"{output}: dropped an unfinished last line", file=sys.stderr)
-    return [row for row in rows if row.id not in done]

@@ -119,7 +119,7 @@ def drop_torn_line(path: Path) -> bool:
 
     Raises InvalidArgumentError if the line is not the beginning of a result: nothing else is ever cut.
     """
-    data = path.read_bytes()
+    data = path.read_bytes() if path.exists() else b""
     start = data.rfind(b"\n") + 1
     torn = data[start:]
     if not torn:

@@ -1,0 +1,122 @@
+"""OpenAI's batch files for `corun batch`: what of a file is left to do, and the answer to each of its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corun.client.client import AsyncClient
+from corun.errors import InvalidArgumentError
+from corun.gateway.batches import Answers, Request, Row, broken, is_batch, read_line
+from corun.gateway.config import GatewayConfig
+from corun.gateway.requests import read_json
+from corun.params import check_seed
+from corun.records.rows import located
+from corun.seeds import derive_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came of one line of a batch."""
+
+    row: dict[str, Any] | None = None
+    """The line to write, if any."""
+    refused: str = ""
+    """Why the line was refused; empty: it was not."""
+    fingerprint: str = ""
+
+
+def is_openai_file(path: Path) -> bool:
+    """Return whether the first line of a file is one of OpenAI's batch files."""
+    with path.open("rb") as file:
+        return is_batch(next((line for line in file if line.strip()), b""))
+
+
+class OpenAiFile:
+    """One of OpenAI's batch files.
+
+    Args:
+        seed: gives each line without a seed one that depends on this seed and the line's custom_id.
+        priority: of lines that name none.
+    """
+
+    def __init__(self, path: Path, output: Path, *, seed: int | None, priority: str) -> None:
+        self._path, self._output = path, output
+        self._seed = None if seed is None else check_seed(seed).to_bytes(8, "little")
+        self._priority = priority
+        self._answers: Answers | None = None
+        self._items = self._read()
+
+    @property
+    def total(self) -> int:
+        return len(self._items)
+
+    def unfinished(self) -> list[Request | Row]:
+        """Return the requests that have no answer yet, and the errors of broken lines that were not written yet.
+
+        Raises InvalidArgumentError if the output has the answer to another request under the same custom_id.
+        """
+        if not self._output.exists():
+            return self._items
+        done = dict(self._answered())
+        others = {custom_id: where for where, custom_id in done.values()}
+        for item in self._items:
+            if isinstance(item, Request) and item.id not in done and item.custom_id in others:
+                limit = f"is the answer to another request than {self._path}:{item.number}: write to another file"
+                raise InvalidArgumentError(f"{others[item.custom_id]}: custom_id", item.custom_id, limit)
+        return [item for item in self._items if (item.id if isinstance(item, Request) else item["id"]) not in done]
+
+    async def answer(self, client: AsyncClient, item: Request | Row, timeout_s: float) -> Answer:
+        """Return the answer to one line. timeout_s: not used; each call has the client's own deadline."""
+        if not isinstance(item, Request):
+            return Answer(row=item, refused=f"{self._path}:{item['error']['line']}: {item['error']['message']}")
+        if self._answers is None:
+            self._answers = Answers(client, GatewayConfig())
+        row = await self._answers.answer(item)
+        body = row["response"]["body"]
+        if "error" in body:
+            return Answer(row=row, refused=f"{self._path}:{item.number}: {body['error']['message']}")
+        return Answer(row=row, fingerprint=body["system_fingerprint"])
+
+    def _read(self) -> list[Request | Row]:
+        items: list[Request | Row] = []
+        places: dict[str, int] = {}
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    request = read_line(line, number, self._defaults)
+                    if request.custom_id in places:
+                        limit = f"must be unique; line {places[request.custom_id]} has it too"
+                        raise InvalidArgumentError("custom_id", request.custom_id, limit)
+                    places[request.custom_id] = number
+                    items.append(request)
+                except InvalidArgumentError as error:
+                    items.append(broken(line, number, error))
+        return items
+
+    def _defaults(self, custom_id: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields that a body has unless it says otherwise."""
+        if self._seed is None:
+            return {"priority": self._priority}
+        return {"priority": self._priority, "seed": derive_seed(self._seed, custom_id)}
+
+    def _answered(self) -> list[tuple[str, tuple[str, Any]]]:
+        """Return the ids of the output's answers, each with its place and custom_id. A torn last line is left out."""
+        found = []
+        with self._output.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                where = f"{self._output}:{number}"
+                try:
+                    row = read_json(line)
+                    if not {"id", "custom_id", "response", "error"} <= row.keys():
+                        raise InvalidArgumentError("id", row.get("id"), "must be that of an answer in OpenAI's form")
+                except InvalidArgumentError as error:
+                    raise located(where, error) from None
+                found.append((row["id"], (where, row["custom_id"])))
+        return found

@@ -1,0 +1,153 @@
+"""OpenAI's batch files: lines of requests, and the lines that answer them.
+
+A line that cannot be answered as it is asked gets a line with the error; none is dropped. This module must not know
+files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from corun.client.client import AsyncClient
+from corun.config.extras import needs_extra
+from corun.errors import CorunError, InvalidArgumentError, NotFoundError, UnavailableError, shown
+from corun.gateway.answers import completion, whole
+from corun.gateway.chat_responses import CHAT
+from corun.gateway.config import GatewayConfig
+from corun.gateway.errors import STATUSES, body_of, naming
+from corun.gateway.requests import CompletionRequest, read_json, read_request
+from corun.types import ModelStatus, TemplateSource
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+REFUSALS = (InvalidArgumentError, NotFoundError)
+"""The errors that are about a line. All others are about the cluster, and may be over when the batch is run again."""
+_FIELDS = ("custom_id", "method", "url", "body")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One line of a batch file."""
+
+    id: str
+    """The id of its answer, which follows from what the line asks for. Another request has another id."""
+    custom_id: str
+    number: int
+    """The number of the line in its file, from 1."""
+    url: str
+    body: Mapping[str, Any]
+
+    @property
+    def request_id(self) -> Any:
+        """The request's id in the cluster: its own, else that of its answer, from which a router derives its seed."""
+        return self.body.get("request_id", self.id)
+
+
+def is_batch(line: bytes) -> bool:
+    """Return whether a line is one of OpenAI's batch files."""
+    try:
+        return "custom_id" in read_json(line)
+    except InvalidArgumentError:
+        return False
+
+
+def read_line(line: bytes, number: int, defaults: Callable[[str, Mapping[str, Any]], Mapping[str, Any]]) -> Request:
+    """Read one line. Raises InvalidArgumentError, which names the field.
+
+    defaults: returns the fields that a body has unless it says otherwise, from the line's `custom_id` and body.
+    """
+    fields = read_json(line)
+    for name in (*fields, *_FIELDS):
+        if name not in _FIELDS:
+            raise InvalidArgumentError(name, fields[name], f"must be one of {', '.join(_FIELDS)}")
+    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise InvalidArgumentError("custom_id", custom_id, "must be text, not empty")
+    if fields.get("method") != "POST":
+        raise InvalidArgumentError("method", fields.get("method"), 'must be "POST"')
+    if url not in (COMPLETIONS, CHATS):
+        raise InvalidArgumentError("url", url, f'must be "{COMPLETIONS}" or "{CHATS}"')
+    if not isinstance(body, dict):
+        raise InvalidArgumentError("body", body, "must be an object")
+    body = {**defaults(custom_id, body), **body}
+    return Request(id=line_id(custom_id, url, body), custom_id=custom_id, number=number, url=url, body=body)
+
+
+def line_id(*asked: Any) -> str:
+    """Return the id of the answer to what was asked."""
+    text = json.dumps(asked, sort_keys=True)
+    return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def broken(line: bytes, number: int, error: CorunError) -> Row:
+    """Return the answer to a line that is no request."""
+    try:
+        custom_id = read_json(line).get("custom_id")
+    except InvalidArgumentError:
+        custom_id = None
+    answer_id = line_id(number, line.decode(errors="replace"))
+    return {"id": answer_id, "custom_id": custom_id, "response": None, "error": _error(error, number)}
+
+
+class Answers:
+    """Answers requests with one cluster. `ready` must have been awaited."""
+
+    def __init__(self, client: AsyncClient, config: GatewayConfig) -> None:
+        self._client = client
+        self._config = config
+        self._model: ModelStatus | None = None
+        self._template: TemplateSource | None = None
+
+    async def answer(self, request: Request) -> Row:
+        """Return the line that answers a request: the response of the API, or the error with which it is refused.
+
+        Raises the errors of the cluster, such as OverloadedError.
+        """
+        try:
+            status, body = 200, await self._body(request)
+        except REFUSALS as error:
+            status, body = STATUSES[error.code][0], {"error": _error(error, request.number)}
+        response = {"status_code": status, "request_id": request.request_id, "body": body}
+        return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
+
+    async def _body(self, request: Request) -> Row:
+        model, sent = await self._served(), json.dumps(request.body).encode()
+        given = None if "request_id" in request.body else request.id
+        if request.url == COMPLETIONS:
+            asked = read_request(sent, request_id=given, max_prompts=self._config.max_prompts)
+            _check(asked, model.name)
+            return await completion(asked, self._client, model.name)
+        with needs_extra("a batch of chats", "router"):  # Only chats need jinja2.
+            chats = importlib.import_module("corun.gateway.chats")
+        chat = chats.read_chat_request(sent, request_id=given)
+        _check(chat.asked, model.name)
+        template = self._template = self._template or await self._client.get_chat_template()
+        text = await asyncio.to_thread(chat.chat.render, template, model.max_prompt_bytes)
+        with naming("prompt", "messages", whole=True):
+            prompt = (await self._client.tokenize(text, add_special_tokens=False)).token_ids
+        asked = chat.with_prompt(prompt, model.max_model_len, self._config.chat_max_tokens)
+        return await whole(asked, self._client, CHAT, CHAT.head(asked, model.name))
+
+    async def _served(self) -> ModelStatus:
+        if self._model is None:
+            self._model = (await self._client.get_cluster()).model
+        if self._model is None:
+            raise UnavailableError("no node has joined the cluster yet")
+        return self._model
+
+
+def _check(asked: CompletionRequest, served: str) -> None:
+    if asked.stream:
+        raise InvalidArgumentError("stream", True, "must be false in a batch: answers come whole")
+    if asked.model not in (None, served):
+        raise NotFoundError(f"the model {shown(asked.model)} does not exist: this is {served!r}")
+
+
+def _error(error: CorunError, number: int) -> Row:
+    return {**body_of(error)["error"], "line": number}

@@ -1,0 +1,121 @@
+"""OpenAI's batch files through `corun batch`, against a cluster of fake engines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import SamplingParams
+from corun.cli import main
+from corun.testing import LocalCluster, expected, local_cluster
+from tests.corun.cli.conftest import read_rows, write_rows
+from tests.over_fakes import chat_model
+
+__all__ = ["chat_model"]
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster() as cluster:
+        yield cluster
+
+
+def line(custom_id: Any, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def batch(cluster: LocalCluster, source: Path, output: Path, *more: str) -> int:
+    return main(["batch", str(source), "-o", str(output), "--router", cluster.address, *more])
+
+
+def test_lines_are_answered_and_broken_ones_say_what_is_wrong(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = line("a", prompt=[5, 6, 7], max_tokens=6, seed=3, logprobs=0, return_token_ids=True)
+    rows = [
+        good,
+        line("hot", prompt="x", temperature=5),
+        line("other", prompt="x", model="gpt-4"),
+        line("a", prompt="x"),
+        line("url", "/v1/embeddings", input="x"),
+        line("stream", prompt="x", stream=True),
+        line("unknown", prompt="x", top_pp=1),
+    ]
+    write_rows(source, *rows)
+    with source.open("a") as file:
+        file.write("{\n")
+    assert batch(cluster, source, output) == 2
+    found = read_rows(output)
+    assert len(found) == 8, "every line has an answer"
+    by_id = {row["custom_id"]: row for row in found if row["response"]}
+    done = by_id["a"]
+    assert (done["response"]["status_code"], done["error"], done["id"][:10]) == (200, None, "batch_req_")
+    (choice,) = done["response"]["body"]["choices"]
+    ids, logprobs, _ = expected([5, 6, 7], SamplingParams(max_tokens=6), seed=3)
+    assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == (ids, logprobs)
+    assert choice["corun"]["receipt"]["request_id"] == done["response"]["request_id"]
+    refused = {name: by_id[name]["response"] for name in ("hot", "other", "stream", "unknown")}
+    assert {name: each["status_code"] for name, each in refused.items()} == {
+        "hot": 400, "other": 404, "stream": 400, "unknown": 400
+    }  # fmt: skip
+    error = refused["hot"]["body"]["error"]
+    assert (error["param"], error["value"], error["line"]) == ("temperature", "5", 2)
+    assert error["limit"]
+    broken = {row["error"]["line"]: row["error"] for row in found if row["error"]}
+    assert {number: each["param"] for number, each in broken.items()} == {4: "custom_id", 5: "url", 8: "body"}
+    said = capsys.readouterr().err
+    assert "1 finished, 7 refused of 8 prompts" in said
+    assert f"refused {source}:2: " in said
+    before = output.read_bytes()
+    assert batch(cluster, source, output) == 0
+    assert output.read_bytes() == before, "what has an answer is not run again"
+
+
+def test_an_interrupted_file_goes_on_with_the_same_bits(cluster: LocalCluster, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", *(line(f"p{i}", prompt=f"ü{i}", max_tokens=4) for i in range(5)))
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    assert batch(cluster, source, whole, "--seed", "7") == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    torn.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    assert batch(cluster, source, torn, "--seed", "7") == 0
+
+    def texts(path: Path) -> dict[str, Any]:
+        return {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in read_rows(path)}
+
+    assert texts(torn) == texts(whole)
+    assert len(set(texts(whole))) == 5
+    before = torn.read_bytes()
+    assert batch(cluster, source, torn, "--seed", "8") == 2, "another seed asks for something else"
+    assert torn.read_bytes() == before
+
+
+def test_options_that_would_be_dropped_are_refused(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", line("a", prompt="x"))
+    assert batch(cluster, source, tmp_path / "out.jsonl", "--max-tokens", "5") == 2
+    assert "max_tokens = 5: must be in the body" in capsys.readouterr().err
+
+
+def test_chats_are_answered(chat_model: str, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    rows = [line("c", CHAT, messages=messages, max_tokens=4), line("bad", CHAT, messages=[])]
+    source, output = write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    with local_cluster(model=chat_model) as cluster:
+        batch(cluster, source, output)
+    found = {row["custom_id"]: row["response"] for row in read_rows(output)}
+    assert found["c"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert found["c"]["body"]["usage"]["completion_tokens"] == 4
+
+
+def test_the_files_need_neither_aiohttp_nor_jinja2() -> None:
+    script = "import sys, corun.cli.openai_batch; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert not {"aiohttp", "jinja2"} & set(run.stdout.split())
