@@ -23,6 +23,9 @@ MAX_STOP_LENGTH = 256
 """The most characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_BYTES = 65_536
+"""The most UTF-8 bytes of what constrains an output; a JSON schema is counted as it is written."""
+MAX_CHOICES = 1024
 MAX_SAMPLES = 256
 MAX_CONTINUATIONS = 256
 MAX_SCORED_TOKENS = 131_072
@@ -37,6 +40,9 @@ _UINT32 = 2**32
 _INT31 = 2**31
 _PARAMS_TAG = b"corun.v1.params\0"
 _NOT_IN_DIGEST = frozenset({"logprobs", "n"})
+CONSTRAINTS = ("json", "regex", "choice", "grammar")
+"""The kinds of constraints on an output, by vLLM's names."""
+_ANY_OBJECT = '{"type":"object"}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +86,12 @@ class SamplingParams:
     """Return each sampled token's log probability."""
     n: int = 1
     """The number of samples per prompt, at most 256."""
+    structured_outputs: Mapping[str, Any] | Sequence[str] = ()
+    """Draw only tokens that keep the output within a constraint, by one of vLLM's names: `json` (a schema, as an object
+    or as text), `json_object` (True), `regex`, `choice` (texts), or `grammar` (Lark or GBNF). At most 65536 bytes. An
+    output that reaches `max_tokens` may be cut off. Log probabilities are those of all tokens, allowed or not.
+
+    It is held as a pair: the kind in `CONSTRAINTS`, and its text; that of `choice` is a JSON list. Empty: none."""
 
     def __post_init__(self) -> None:
         for name, normalise in _NORMALISERS.items():
@@ -87,10 +99,19 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             limit = f"must be at most max_tokens, {self.max_tokens}"
             raise InvalidArgumentError("sampling_params.min_tokens", self.min_tokens, limit)
+        for name in ("min_tokens", "ignore_eos") if self.structured_outputs else ():
+            if value := getattr(self, name):  # A complete output could only go on with what the constraint forbids.
+                limit = f"must be {value and type(value)()} with structured_outputs, which say where the output ends"
+                raise InvalidArgumentError(f"sampling_params.{name}", value, limit)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """`structured_outputs` as its kind and its text; None if there is none."""
+        return tuple(self.structured_outputs) or None  # type: ignore[return-value]
 
     @property
     def logit_bias_map(self) -> dict[int, float]:
@@ -98,8 +119,13 @@ class SamplingParams:
         return dict(self.logit_bias)
 
     def digest(self) -> str:
-        """Return the SHA-256 over every parameter that can change a sample's output, as 64 hex digits."""
+        """Return the SHA-256 over every parameter that can change a sample's output, as 64 hex digits.
+
+        A constraint is part of it only if there is one, so that digests from before there were any still hold.
+        """
         values = {f.name: _exact(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_IN_DIGEST}
+        if not self.structured_outputs:
+            del values["structured_outputs"]
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(_PARAMS_TAG + canonical.encode()).hexdigest()
 
@@ -264,6 +290,65 @@ def _logit_bias(field: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(bias.items()))
 
 
+def _structured_outputs(field: str, value: Any) -> tuple[str, ...]:
+    """Return a constraint as the pair of its kind and its text; empty if there is none."""
+    limit = "must be one of " + ", ".join((*CONSTRAINTS, "json_object")) + ", with its value"
+    if not isinstance(value, Mapping):
+        pair = _items(field, value, 2, "texts")
+        if len(pair) == 1 or not all(isinstance(each, str) for each in pair):
+            raise InvalidArgumentError(field, value, limit)
+        value = dict([pair]) if pair else {}
+        if isinstance(value.get("choice"), str):
+            value = {"choice": _loaded(f"{field}.choice", value["choice"])}
+    given = {name: each for name, each in value.items() if each is not None}
+    if not value:
+        return ()
+    if len(given) != 1 or not given.keys() <= {*CONSTRAINTS, "json_object"}:
+        raise InvalidArgumentError(field, Shown(", ".join(map(str, value))), limit)
+    ((kind, found),) = given.items()
+    kind, text = _constraint(f"{field}.{kind}", kind, found)
+    check_text(f"{field}.{kind}", text)
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        raise InvalidArgumentError(f"{field}.{kind}", Shown(f"{size} bytes"), f"must be at most {MAX_GRAMMAR_BYTES}")
+    return kind, text
+
+
+def _constraint(field: str, kind: str, value: Any) -> tuple[str, str]:
+    """Return the kind and the text of one constraint."""
+    if kind == "json_object":
+        if value is not True:
+            raise InvalidArgumentError(field, value, "must be true")
+        return "json", _ANY_OBJECT
+    if kind == "choice":
+        choices = _items(field, value, MAX_CHOICES, "texts")
+        if not choices:
+            raise InvalidArgumentError(field, value, "must be at least one text")
+        return kind, json.dumps([check_text(f"{field}[{i}]", each) for i, each in enumerate(choices)])
+    if kind == "json":
+        text = value if isinstance(value, str) else _dumped(field, value)
+        if not isinstance(_loaded(field, text), dict):
+            raise InvalidArgumentError(field, value, "must be a JSON schema, which is an object")
+        return kind, text
+    return kind, value
+
+
+def _dumped(field: str, value: Any) -> str:
+    """Return a schema as text, with its properties in their order: outputs have them in this order."""
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(field, Shown("a schema"), f"must be JSON: {error}") from None
+
+
+def _loaded(field: str, text: str) -> Any:
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise InvalidArgumentError(field, Shown(f"{len(text)} characters"), f"must be at most {MAX_GRAMMAR_BYTES}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(field, Shown("a text"), f"must be JSON: {error}") from None
+
+
 def _items(field: str, value: Any, limit: int, unit: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidArgumentError(field, value, f"must be a sequence of {unit}")
@@ -296,4 +381,5 @@ _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "logit_bias": _logit_bias,
     "logprobs": _flag,
     "n": lambda f, v: _integer(f, v, 1, MAX_SAMPLES + 1, f"must be in [1, {MAX_SAMPLES}]"),
+    "structured_outputs": _structured_outputs,
 }

@@ -7,12 +7,14 @@ leases, routers.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from corun.config.fields import DecodeConfig
@@ -27,6 +29,7 @@ from corun.node.vllm.facts import decode_contract, model_contract
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
 from corun.types import FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
+from decode_node.grammar import Trials
 from decode_node.service import DecodeRequest, StepRow
 from decode_node.slots import smaller_than
 
@@ -94,6 +97,7 @@ class VllmDecodeEngine:
         self._logged: dict[int, dict[str, float]] = {}  # rank -> the figures of KV reads that were last logged
         self._mapped: dict[int, str] = {}  # process id -> start time, for processes whose GPU memory is mapped here
         self._tasks: list[asyncio.Task[None]] = []
+        self._trials: Trials
 
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
@@ -119,6 +123,8 @@ class VllmDecodeEngine:
         """Return the decode side of a started engine, which does not hear of its outputs yet."""
         engine = cls(llm, facts, contract, certificate, engine_id)
         engine.step_sizes = step_sizes
+        path = Path(llm.vllm_config.model_config.model) / "tokenizer.json"
+        engine._trials = Trials(path, facts.vocab_size, facts.eos_token_ids)
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
 
@@ -132,8 +138,10 @@ class VllmDecodeEngine:
 
         Raises:
             InvalidArgumentError: the engine would refuse a parameter, change it or crash on it; names the field.
+            UnavailableError: its constraint could not be tried in time.
         """
-
+        if request.params.constraint is not None:
+            await self._trials.check(*request.params.constraint)
         handle = request.handle
         owners = [(owner(one.request_id, handle.prefill_node), one.num_blocks) for one in handle.owners]
         transfer = {
@@ -235,6 +243,7 @@ class VllmDecodeEngine:
         """End the engine's processes."""
         for task in self._tasks:
             task.cancel()
+        await self._trials.close()
         if not self._llm.errored:
             await self._log_handoffs(LAST_REPORT_S)
         self._llm.shutdown()
@@ -276,6 +285,7 @@ def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, ex
             logprobs=None,  # The worker computes the drawn token's for every request, since receipts always need it.
             detokenize=False,
             extra_args=extra_args,
+            structured_outputs=_structured_outputs(params),
         )
     except (TypeError, ValueError) as error:  # vLLM's validation errors are of these types.
         words = str(*error.args[:1])  # They begin with the parameter's name.
@@ -289,6 +299,16 @@ def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, ex
         if asked != taken and not (params.greedy and name in _FILTERS):  # vLLM resets filters of greedy samples.
             raise InvalidArgumentError(f"sampling_params.{name}", asked, f"the engine would take it for {taken}")
     return made
+
+
+def _structured_outputs(params: SamplingParams) -> Any:
+    """Return vLLM's parameters of a constraint; None if there is none."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if params.constraint is None:
+        return None
+    kind, text = params.constraint
+    return StructuredOutputsParams(**{kind: json.loads(text) if kind == "choice" else text})
 
 
 def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
@@ -335,7 +355,9 @@ def _rows(outputs: Sequence[Any]) -> list[StepRow]:
         reason = output.finish_reason
         finish, detail = (None, "") if reason is None else _end(str(reason))
         if not output.new_token_ids:
-            rows += [StepRow(output.request_id, None, 0.0, finish, detail)] if finish else []
+            invalid = isinstance(output.stop_reason, str)
+            detail = output.stop_reason if invalid else detail
+            rows += [StepRow(output.request_id, None, 0.0, finish, detail, invalid=invalid)] if finish else []
         elif math.isfinite(logprob := next(logprobs)):
             rows.append(StepRow(output.request_id, output.new_token_ids[0], logprob, finish, detail))
         else:

@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from corun.node.vllm.gpu_lock import DecodeTurn
 from corun.node.vllm.scheduler import ReservingScheduler
 from corun.room import shared_blocks
+from decode_node.masks import MaskBackend
 
 LONGEST_WAIT = "longest_wait_s"
 """The key of the longest wait of a step, in seconds, in the connector's extra configuration; our schedulers read their
@@ -46,11 +47,22 @@ class FixedSlotScheduler(ReservingScheduler):
         coordinator = self.kv_cache_manager.coordinator
         self._let_find = coordinator.cache_blocks
         coordinator.cache_blocks = self.keep_computed
+        # vLLM would choose a backend by each request, and make its grammars in threads, while requests wait in a state
+        # that passes by our admission. Here they are made when requests come (`grammar_init`).
+        self._masks = MaskBackend(self.vllm_config)
+        self.structured_output_manager.backend = self._masks
+        self.structured_output_manager._use_async_grammar_compilation = False
         self._read: list[Request] = []
         """The requests whose KV has been read since the last output."""
         self.turn: DecodeTurn | None = None
         if (path := self.gpu_lock()) is not None:
             self.turn = DecodeTurn(path, self.vllm_config.kv_transfer_config.kv_connector_extra_config[LONGEST_WAIT])
+
+    def add_request(self, request: Request) -> None:
+        """Let a constrained sample wait like any other: its matcher is there."""
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            request.status = RequestStatus.WAITING
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one decode step over the admitted requests. On a shared GPU, prefill goes first.
@@ -143,9 +155,14 @@ class FixedSlotScheduler(ReservingScheduler):
         the same output as the tokens of the step. Requests ask vLLM for none, since it would send three arrays for
         each.
 
-        An output without a token and without an end says that the KV of its request has been read.
+        An output without a token and without an end says that the KV of its request has been read. A sample that no
+        token can follow under its constraint ends without the one that was drawn, and says why as its stop reason.
         """
         made: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._masks.findings:
+            for output in (output for outputs in made.values() for output in outputs.outputs):
+                if finding := self._masks.findings.pop(output.request_id, ""):
+                    output.new_token_ids, output.stop_reason = [], finding
         drawn = [output for outputs in made.values() for output in outputs.outputs if output.new_token_ids]
         if drawn:
             bits = model_runner_output.logprobs.logprobs[:, 0].view(np.uint32).tolist()

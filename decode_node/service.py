@@ -59,6 +59,8 @@ class StepRow(NamedTuple):
     detail: str = ""
     not_finite: bool = False
     """Whether the logits of the next token are not finite. The engine does not know yet that the request is over."""
+    invalid: bool = False
+    """Whether no token can follow under the request's own constraint, as `detail` says."""
 
 
 class DecodeEngine(Protocol):
@@ -129,6 +131,7 @@ def _message(step: int, rows: Sequence[tuple[int, StepRow]], read: Sequence[int]
                 finish_reason=codec.finish_reason_to_proto(row.finish),
                 detail=row.detail,
                 not_finite=row.not_finite,
+                invalid=row.invalid,
             )
     return message
 

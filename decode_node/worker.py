@@ -32,6 +32,7 @@ from corun.node.vllm.logprobs import log_probabilities
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
+from decode_node.masks import mask_rows
 from decode_node.sampling import GPU_SAMPLER_VERSION, IDLE, SAMPLER_VERSION, Draw, sample
 from decode_node.slots import rows_of_step, smaller_than
 
@@ -178,6 +179,14 @@ def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
         return compute_logits(padded, *args, **kwargs)
 
     runner._determine_batch_execution_and_padding = padded_body
+
+    def sample_unmasked(grammar_output: Any) -> Any:
+        """Leave the masks to our sampler: vLLM would apply them to the logits that log probabilities are made of."""
+        runner.sampler.grammar_output = grammar_output
+        return sample_tokens(None)
+
+    sample_tokens = runner.sample_tokens
+    runner.sample_tokens = sample_unmasked
     runner.model.compute_logits = padded_lm_head
     runner.sampler = FixedRowSampler(runner)
 
@@ -192,6 +201,8 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self._runner = runner
+        self.grammar_output: Any = None
+        """The masks of the step's constrained rows; None if it has none."""
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *_: Any, **__: Any) -> SamplerOutput:
         """Map [rows, vocab] logits to the live requests' tokens and raw log probabilities.
@@ -201,6 +212,8 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         """
         live = self._runner.input_batch.num_reqs
         processed = logits.to(torch.float32, copy=True)
+        if self.grammar_output is not None:
+            mask_rows(processed, self._runner.input_batch.req_ids, self.grammar_output)
         # Biases and penalties work on one element at a time, so the number of rows cannot change a bit there.
         processed[:live] = self.apply_logits_processors(processed[:live], sampling_metadata, False)
         tokens, sound = sample(processed, self._draws(logits.shape[0]))
@@ -241,18 +254,20 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
         add_request(place, prompt_length, params)
 
     def sample_fixed_rows(hidden: torch.Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Any, Any]:
-        if grammar_output is not None:
-            raise RuntimeError("structured output is not part of the contract")
         live, places = batch.num_reqs, batch.idx_mapping_np
         at, mapping, local = columns(batch, sampled_rows(rows_of(live)))
         positions, inputs = batch.positions[at], batch.input_ids[at]
 
         def draw(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if grammar_output is not None:  # Only live rows are masked. What the others draw is cut off.
+                constrained = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+                runner.structured_outputs_worker.apply_grammar_bitmask(logits, batch, *constrained)
             drawn: tuple[torch.Tensor, torch.Tensor] = sampler.sample(logits, mapping, places, positions, inputs, local)
             return drawn
 
         logits = runner.model.compute_logits(hidden[at])
-        tokens, logprobs = draw_and_score(draw, logits, changes=bool(changes[places].any()))
+        is_changed = grammar_output is not None or bool(changes[places].any())
+        tokens, logprobs = draw_and_score(draw, logits, changes=is_changed)
         ones, prompts = batch.seq_lens.new_ones(live), sampler.req_states.prefill_len.gpu
         counts = get_num_sampled_and_rejected(ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prompts)
         return (SamplerOutputV2(tokens[:live].unsqueeze(-1), as_tensors(logprobs[:live]), None, *counts), *counts)

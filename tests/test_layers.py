@@ -192,9 +192,10 @@ WHERE = {
     "tokenizers": {"router/text.py"},
     "opentelemetry": {"corun/observe/tracing.py"},
     "prometheus_client": {"metrics"},
-    "vllm": {"engine", "start", "scheduler", "worker", "attention", "connector", "selftest"},
+    "vllm": {"engine", "start", "scheduler", "worker", "attention", "connector", "selftest", "masks"},
+    "llguidance": {"grammar"},
     "torch": {"engine", "start", "worker", "attention", "selftest", "blas", "certify", "sampling", "switches"}
-    | {"digest", "logprobs", "logprob_kernels", "scoring"},
+    | {"digest", "logprobs", "masks", "logprob_kernels", "scoring"},
     **{package: set() for package in ("pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml")},
 }
 """The files, or the names of files, that may import each package. The workarounds for vLLM's bugs aside: each is a file

@@ -74,6 +74,9 @@ class SamplingOptions(SamplingParams):
     logit_bias: Annotated[tuple[tuple[int, float], ...], tyro.conf.arg(metavar="[ID BIAS [ID BIAS ...]]")] = ()
     """Token ids, each with a bias in [-100, 100]."""
 
+    structured_outputs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KIND TEXT]")] = ()
+    """A constraint on the output: json, regex, choice or grammar, and its text; that of choice is a JSON list."""
+
     def params(self) -> SamplingParams:
         """Return the options as plain `SamplingParams`."""
         return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(SamplingParams)})

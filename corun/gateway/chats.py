@@ -119,10 +119,10 @@ def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequ
     limit = _NO_LIMIT if max_tokens is None else max_tokens
     with naming(SAMPLING + "max_tokens", name):
         params = read_params(fields, logprobs=_logprobs(fields), max_tokens=limit)
-    names = {"prompt": "messages", "max_tokens": name}
+    asked = read_common(fields, params, request_id)
     return ChatRequest(
         chat=_chat(fields),
-        asked=replace(read_common(fields, params, request_id), names=names),
+        asked=replace(asked, names={**asked.names, "prompt": "messages", "max_tokens": name}),
         has_limit=max_tokens is not None,
     )
 

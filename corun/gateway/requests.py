@@ -15,14 +15,14 @@ from typing import Any
 from corun.client.request import read_priority
 from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
-from corun.gateway.errors import SAMPLING
+from corun.gateway.errors import SAMPLING, naming
 from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_request_id, check_seed
 from corun.types import Priority
 
 _OWN_WAY = ("top_k", "logit_bias", "logprobs")
 _SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.name not in _OWN_WAY)
 """Fields that `SamplingParams` has under the same name. null stands for the default there."""
-_ASKED = (*_OWN_WAY, "model", "seed", "request_id", "priority")
+_ASKED = (*_OWN_WAY, "response_format", "model", "seed", "request_id", "priority")
 _ANSWERED = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
 """Fields that say how the answer is given."""
 _WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
@@ -45,8 +45,6 @@ FIXED: Fixed = {
     "bad_words": (([],), "must be empty: not supported; see logit_bias"),
     "prompt_logprobs": ((), "must be null: /v1/completions scores prompts with echo and logprobs"),
     "logprob_token_ids": ((), "must be null: only the sampled token's own log probability is kept"),
-    "response_format": (({"type": "text"},), 'must be {"type": "text"}: output is not constrained'),
-    "structured_outputs": ((), "must be null: output is not constrained"),
     "return_token_offsets": ((False,), "must be false"),
     "kv_transfer_params": ((), "must be null: the cluster moves KV itself"),
     "repetition_detection": ((), "must be null: not supported"),
@@ -174,6 +172,7 @@ def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: s
         continuous_usage=flag(options, "stream_options.continuous_usage_stats"),
         return_token_ids=flag(fields, "return_token_ids"),
         tokens_as_ids=flag(fields, "return_tokens_as_token_ids"),
+        names={"structured_outputs": "response_format"} if fields.get("response_format") else {},
     )
 
 
@@ -225,7 +224,33 @@ def read_params(fields: Mapping[str, Any], *, logprobs: bool, **more: Any) -> Sa
         given["top_k"] = 0 if top_k == -1 else top_k  # In vLLM, -1 also means the whole vocabulary.
     if fields.get("logit_bias") is not None:
         given["logit_bias"] = _logit_bias(fields["logit_bias"])
+    if (constraint := _response_format(fields.get("response_format"))) is not None:
+        if given.get("structured_outputs"):
+            limit = "must be null with structured_outputs: an output has one constraint"
+            raise InvalidArgumentError("response_format", Shown("an object"), limit)
+        with naming(SAMPLING + "structured_outputs.json", "response_format.json_schema.schema"):
+            return SamplingParams(**{**given, **more}, structured_outputs=constraint, logprobs=logprobs)
     return SamplingParams(**{**given, **more}, logprobs=logprobs)
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    """Return the constraint that OpenAI's `response_format` stands for; None if it leaves the output free."""
+    kind = value.get("type") if isinstance(value, dict) else value
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if kind is None and value is None:
+        return None
+    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema") or not value.keys() <= known:
+        limit = 'must be an object whose type is "text", "json_object", or "json_schema" with json_schema'
+        raise InvalidArgumentError("response_format", Shown(str(kind)[:64]), limit)
+    if kind != "json_schema":
+        return {"json_object": True} if kind == "json_object" else None
+    schema = value.get("json_schema")
+    if not isinstance(schema, dict) or not schema.keys() <= {"name", "description", "schema", "strict"}:
+        limit = "must be an object with a schema, and at most a name, a description and strict"
+        raise InvalidArgumentError("response_format.json_schema", Shown("a value"), limit)
+    if not isinstance(schema.get("schema"), dict):
+        raise InvalidArgumentError("response_format.json_schema.schema", Shown("a value"), "must be an object")
+    return {"json": schema["schema"]}
 
 
 def _logprobs(fields: Mapping[str, Any]) -> bool:

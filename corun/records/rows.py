@@ -137,6 +137,7 @@ def params_to_dict(params: SamplingParams) -> dict[str, Any]:
     return values | {
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
+        "structured_outputs": dict([params.constraint] if params.constraint else ()),
         "logit_bias": {str(token_id): short_fp32(bias) for token_id, bias in params.logit_bias_map.items()},
     }
 

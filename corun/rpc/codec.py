@@ -9,6 +9,7 @@ module must not know what a value is for.
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -161,7 +162,7 @@ def _check_names(python: type, names: list[str], proto_names: list[str]) -> None
 
 _PARAMS = types_pb2.SamplingParams.DESCRIPTOR.fields
 _check_names(SamplingParams, [f.name for f in fields(SamplingParams)], [f.name for f in _PARAMS])
-_SCALAR_PARAMS = [(f.name, f.has_presence) for f in _PARAMS if not f.is_repeated]
+_SCALAR_PARAMS = [(f.name, f.has_presence) for f in _PARAMS if not f.is_repeated and f.message_type is None]
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -171,7 +172,21 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         logit_bias=params.logit_bias_map,
+        structured_outputs=_constraint_to_proto(params.constraint),
     )
+
+
+def _constraint_to_proto(constraint: tuple[str, str] | None) -> types_pb2.StructuredOutputs | None:
+    if constraint is None:
+        return None
+    kind, text = constraint
+    value = types_pb2.Choices(texts=json.loads(text)) if kind == "choice" else text
+    return types_pb2.StructuredOutputs(**{kind: value})  # type: ignore[arg-type]
+
+
+def _constraint_from_proto(message: types_pb2.StructuredOutputs) -> dict[str, Any]:
+    kind = message.WhichOneof("constraint")
+    return {} if kind is None else {kind: message.choice.texts if kind == "choice" else getattr(message, kind)}
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
@@ -191,6 +206,7 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
         stop=message.stop,
         stop_token_ids=message.stop_token_ids,
         logit_bias=message.logit_bias,
+        structured_outputs=_constraint_from_proto(message.structured_outputs),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.contract import Contract
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node.certificate import SWITCHES, Certificate
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
@@ -333,6 +333,9 @@ class FakeDecodeEngine(FakeEngine):
     async def start(self, request: DecodeRequest) -> None:
         if self.start_errors:
             raise self.start_errors.pop(0)
+        if (constraint := request.params.constraint) is not None:
+            limit = "must be unset: a fake engine draws hashes, which no constraint changes"
+            raise InvalidArgumentError("sampling_params.structured_outputs", constraint[0], limit)
         self._running[request.request_id] = request, 0
         self._unread.add(request.request_id)
         self.most_running = max(self.most_running, self.in_slots)

@@ -104,13 +104,15 @@ class StreamStepsResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ..., read: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseEnd(_message.Message):
-    __slots__ = ("lease_id", "finish_reason", "detail", "not_finite")
+    __slots__ = ("lease_id", "finish_reason", "detail", "not_finite", "invalid")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    INVALID_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     finish_reason: _types_pb2.FinishReason
     detail: str
     not_finite: bool
-    def __init__(self, lease_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., detail: _Optional[str] = ..., not_finite: bool = ...) -> None: ...
+    invalid: bool
+    def __init__(self, lease_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., detail: _Optional[str] = ..., not_finite: bool = ..., invalid: bool = ...) -> None: ...

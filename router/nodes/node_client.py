@@ -22,6 +22,8 @@ from corun.errors import (
     DataLossError,
     DeadlineError,
     InternalError,
+    InvalidArgumentError,
+    Shown,
     UnavailableError,
     from_rpc_error,
 )
@@ -194,6 +196,9 @@ class PrefillClient(NodeClient):
             log.warning("KV of %s on %s ends by its lease: %s", request_id, self.ref, error)
 
 
+_CONSTRAINT = "sampling_params.structured_outputs"
+
+
 class _NotFiniteError(InternalError):
     pass
 
@@ -242,10 +247,12 @@ class RemoteLease:
             log.exception("lease %s: a token could not be taken", self.lease_id)
             self.ended.set_exception(InternalError("a token could not be taken"))
 
-    def end(self, reason: FinishReason, detail: str, *, not_finite: bool = False) -> None:
+    def end(self, reason: FinishReason, detail: str, *, not_finite: bool = False, invalid: bool = False) -> None:
         if self.ended.done():
             return
-        if reason is FinishReason.ERROR:
+        if invalid:
+            self.ended.set_exception(InvalidArgumentError(_CONSTRAINT, Shown("the constraint"), detail))
+        elif reason is FinishReason.ERROR:
             kind = _NotFiniteError if not_finite else InternalError
             self.ended.set_exception(kind(detail or "the node ended the sample without a reason"))
         else:
@@ -445,7 +452,7 @@ class DecodeClient(NodeClient):
             ended = leases.pop(end.lease_id, None)
             if ended is not None:
                 reason = codec.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR
-                ended.end(reason, end.detail, not_finite=end.not_finite)
+                ended.end(reason, end.detail, not_finite=end.not_finite, invalid=end.invalid)
 
 
 async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:

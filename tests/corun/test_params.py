@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -43,6 +44,15 @@ NAN, INF = math.nan, math.inf
         ("logit_bias", [{1: 100.5}, {1: NAN}, {-1: 0}, {"1": 0}, dict.fromkeys(range(1025), 0), [(1, 2), (1, 3)], [1]]),
         ("logprobs", [0, 5, None]),
         ("n", [0, -1, 257, True, 1.0]),
+        (
+            "structured_outputs",
+            [
+                *(5, "json", {"wrong": 1}, {"json": "{}", "regex": "a"}, {"json": None}, ("json",), ("regex", 5)),
+                *({"json": "{"}, {"json": 5}, {"json": "[]"}, {"json": {"a": NAN}}, {"json": "[" * 10**5}),
+                *({"regex": ""}, {"regex": 5}, {"regex": "x" * 65_537}, {"grammar": "\ud800"}, {"json_object": False}),
+                *({"choice": []}, {"choice": "ab"}, {"choice": [""]}, {"choice": ["x"] * 1025}, ("choice", "ab")),
+            ],
+        ),
     ],
 )
 def test_out_of_range(name: str, values: list[Any]) -> None:
@@ -105,9 +115,30 @@ def test_digest_covers_what_can_change_the_output() -> None:
     others: dict[str, Any] = dict.fromkeys(SamplingParams.__dataclass_fields__, 0.5)
     others |= dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), 5)
     others |= {"stop": "x", "stop_token_ids": (5,), "ignore_eos": True, "logprobs": True, "logit_bias": {5: 0.5}}
+    others |= {"structured_outputs": {"regex": "a"}}
     digests = {name: SamplingParams(**{name: value}).digest() for name, value in others.items()}
     assert digests.pop("n") == digests.pop("logprobs") == SamplingParams().digest()
     assert len({*digests.values(), SamplingParams().digest()}) == len(digests) + 1
+    before = "78b34a800814eb3c1cff3dd9e2ffa211124188833d9998670dd3debce00ded60"
+    assert SamplingParams().digest() == before  # As it was when outputs could not be constrained.
+
+
+def test_a_constraint_is_held_as_its_kind_and_its_text() -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {}}}
+    text = '{"type":"object","properties":{"b":{"type":"string"},"a":{}}}'
+    assert SamplingParams(structured_outputs={"json": schema}).constraint == ("json", text)
+    assert SamplingParams(structured_outputs={"json_object": True}).constraint == ("json", '{"type":"object"}')
+    choice = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
+    assert choice.constraint == ("choice", '["yes", "no"]')
+    assert replace(choice, n=2).constraint == choice.constraint
+    assert SamplingParams(structured_outputs={}).constraint is None
+
+
+@pytest.mark.parametrize("other", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_a_constraint_alone_says_where_an_output_ends(other: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="structured_outputs") as caught:
+        SamplingParams(structured_outputs={"regex": "a"}, **other)
+    assert caught.value.field == f"sampling_params.{next(iter(other))}"
 
 
 def test_token_ids() -> None:

@@ -170,6 +170,14 @@ def test_a_row_that_is_not_finite_gets_nan_and_touches_no_other() -> None:
     assert [bits(found)[0], bits(found)[-1]] == [alone, alone]
 
 
+def mask(logits: torch.Tensor, batch: Any, names: Sequence[str], masks: Any) -> None:
+    """Do what vLLM's `StructuredOutputsWorker` does, with its own kernel, but without its streams."""
+    kernel = load("vllm.v1.worker.gpu.structured_outputs")._apply_grammar_bitmask_kernel
+    at = torch.tensor([batch.req_ids.index(name) for name in names], dtype=torch.int32)
+    words = torch.from_numpy(masks)
+    kernel[(len(names), 1)](logits, logits.stride(0), at, words, words.stride(0), logits.shape[-1], BLOCK_SIZE=8192)
+
+
 class Node:
     """A V2 runner as far as sampling sees it: vLLM's sampler and request states, and logits instead of a model."""
 
@@ -180,6 +188,7 @@ class Node:
         self.sampler: Any = Sampler(slots, VOCAB, host, states)
         self.model = SimpleNamespace(compute_logits=self._compute)
         self.sample: Callable[..., Any]
+        self.structured_outputs_worker = SimpleNamespace(apply_grammar_bitmask=mask)
         self._logits = torch.empty(0)
         self.shapes: list[int] = []
         self._states = states
@@ -189,7 +198,7 @@ class Node:
         self.shapes.append(len(hidden))
         return self._logits[hidden[:, 0].long()].clone()
 
-    def step(self, requests: Sequence[tuple[Any, torch.Tensor]]) -> tuple[list[int], list[int]]:
+    def step(self, requests: Sequence[tuple[Any, torch.Tensor]], masks: Any = None) -> tuple[list[int], list[int]]:
         """Return the tokens of these requests in one step, and the bits of their log probabilities."""
         live = len(requests)
         self._logits = torch.stack([logits for _, logits in requests])
@@ -204,6 +213,7 @@ class Node:
         places = torch.arange(live, dtype=torch.int32)
         batch = SimpleNamespace(
             num_reqs=live,
+            req_ids=[f"r{place}" for place in range(live)],
             idx_mapping=places,
             idx_mapping_np=places.numpy(),
             expanded_idx_mapping=places,
@@ -214,7 +224,7 @@ class Node:
             cu_num_logits=torch.arange(live + 1, dtype=torch.int32),
             logits_indices=torch.arange(live),
         )
-        output, counts, rejected = self.sample(torch.arange(live, dtype=torch.float32)[:, None], batch, None)
+        output, counts, rejected = self.sample(torch.arange(live, dtype=torch.float32)[:, None], batch, masks)
         assert (counts.tolist(), rejected.tolist()) == ([1] * live, [0] * live)
         logprobs = output.logprobs_tensors.to_cpu_nonblocking().tolists().logprobs
         return output.sampled_token_ids[:, 0].tolist(), bits(torch.from_numpy(logprobs[:, 0].copy()))
@@ -288,9 +298,24 @@ def test_lm_head_and_sampler_have_a_multiple_of_16_rows() -> None:
     assert made.shapes == [16, 32]
 
 
-def test_structured_output_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="structured output"):
-        node().sample(torch.zeros(1, 1), None, object())
+@pytest.mark.parametrize("style", ["greedy", "plain", "top_k"])
+def test_a_constrained_row_draws_what_it_may_and_tells_the_log_probability_of_all(style: str) -> None:
+    """Its neighbours draw as they did, and it draws as it does alone. The control is the row without its mask."""
+    requests = [(params(style), row_of(place)) for place in range(3)]
+    free_tokens, free_bits = node().step(requests)
+    other = (free_tokens[1] + 1) % VOCAB
+    allowed = np.zeros((1, -(-VOCAB // 32)), dtype=np.uint32)
+    allowed[0, other // 32] = 1 << other % 32
+
+    def masked(name: str) -> Any:
+        return SimpleNamespace(structured_output_request_ids=[name], grammar_bitmask=allowed.view(np.int32))
+
+    tokens, found = node().step(requests, masked("r1"))
+    assert (tokens, found) == (
+        [free_tokens[0], other, free_tokens[2]],
+        [free_bits[0], reference(row_of(1), other), free_bits[2]],
+    )
+    assert node().step(requests[1:2], masked("r0")) == ([other], [found[1]])
 
 
 def test_rows_beyond_the_requests_repeat_them_in_turn() -> None:

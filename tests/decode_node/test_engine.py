@@ -58,7 +58,7 @@ LIVE = 5
 def output(name: str, token: int | None = None, logprob: float = 0.0, reason: Any = None) -> Any:
     """What one step gives one request (vllm/v1/engine/__init__.py: EngineCoreOutput)."""
     drawn = [] if token is None else [token, *struct.unpack("<I", struct.pack("<f", logprob)), LIVE]
-    return SimpleNamespace(request_id=name, new_token_ids=drawn, finish_reason=reason)
+    return SimpleNamespace(request_id=name, new_token_ids=drawn, finish_reason=reason, stop_reason=None)
 
 
 def rows_of(engine: VllmDecodeEngine, *outputs: Any) -> list[StepRow]:

@@ -53,6 +53,11 @@ class Limits:
 
 
 LIMITS: dict[str, Limits] = {
+    "structured_outputs": Limits(
+        accepted=[(), ("json", "{}"), ("regex", "a+"), ("choice", '["a", "b"]'), ("grammar", 'root ::= "a"')],
+        refused={("json",): TAKES, ("wrong", "x"): TAKES},
+        why="vLLM reads a constraint later",
+    ),
     "temperature": Limits(
         accepted=[0, 0.01, above(0.01), 1, below(2), 2],
         refused={
@@ -132,6 +137,9 @@ def assert_unchanged(params: SamplingParams) -> None:
         given |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     given["stop_token_ids"] = sorted({*params.stop_token_ids, *(() if params.ignore_eos else EOS)})
     given["logit_bias"] = dict(params.logit_bias) or None
+    constraint = given.pop("structured_outputs") or None
+    key = constraint and load("vllm.v1.structured_output.request").get_structured_output_key(made.structured_outputs)
+    assert constraint == (key and (key[0].name.lower(), key[1]))
     assert {name: getattr(made, name) for name in given} == given
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,8 +84,11 @@ def metadata(batch: Sequence[Any], outputs: list[list[int]]) -> Any:
     )
 
 
-def drawn(logits: torch.Tensor, *fields: dict[str, Any]) -> list[tuple[int, float]]:
-    """Each request's token and log probability in one step; the last row of the logits belongs to nobody."""
+def drawn(logits: torch.Tensor, *fields: dict[str, Any], masks: Any = None) -> list[tuple[int, float]]:
+    """Each request's token and log probability in one step; the last row of the logits belongs to nobody.
+
+    masks: vLLM's `GrammarOutput`, as the runner gets it.
+    """
     batch = [requested(each) for each in fields]
     outputs = [[9] * 3 for _ in batch]
     names = [str(i) for i in range(len(batch))]
@@ -93,7 +97,9 @@ def drawn(logits: torch.Tensor, *fields: dict[str, Any]) -> list[tuple[int, floa
         for name, params, output in zip(names, batch, outputs, strict=True)
     }
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=len(batch), req_ids=names), requests=states)
-    output = load("decode_node.worker").FixedRowSampler(runner)(logits, metadata(batch, outputs))
+    sampler = load("decode_node.worker").FixedRowSampler(runner)
+    sampler.grammar_output = masks
+    output = sampler(logits, metadata(batch, outputs))
     tokens = output.sampled_token_ids[:, 0].tolist()
     return list(zip(tokens, output.logprobs_tensors.logprobs[:, 0].tolist(), strict=True))
 
@@ -111,6 +117,21 @@ def test_a_row_draws_by_its_own_seed_and_position() -> None:
     assert [token for token, _ in drawn(logits.clone(), QUIET, QUIET)] == expected[:2].tolist()
     elsewhere, _ = sample(logits, [replace(draw, position=0)] * 2 + [IDLE])
     assert elsewhere[:2].tolist() != expected[:2].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constrained_row_draws_what_it_may_and_tells_the_log_probability_of_all(temperature: float) -> None:
+    """Its neighbours draw as they did. The control is the row without its mask, which draws another token."""
+    logits, fields = rows(3), {"temperature": temperature}
+    free = drawn(logits, *[fields] * 3)
+    other = (free[1][0] + 1) % VOCAB
+    words = np.array([[1 << other]], dtype=np.uint32).view(np.int32)
+    masks = SimpleNamespace(structured_output_request_ids=["1"], grammar_bitmask=words)
+    found = drawn(logits, *[fields] * 3, masks=masks)
+    assert (found[0], found[2]) == (free[0], free[2])
+    assert found[1][0] == other
+    unmasked = load("corun.node.vllm.logprobs").log_probabilities(logits, torch.tensor([0, other, 0, 0]))
+    assert found[1][1] == unmasked[1].item() < 0
 
 
 def test_an_infinite_logit_ends_its_request_alone() -> None:

@@ -437,7 +437,7 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
     node.service.on_step(
         [
             StepRow(names[0], 5, -1.0, FinishReason.STOP),
-            StepRow(names[1], None, 0.0, FinishReason.ERROR, "the KV could not be read"),
+            StepRow(names[1], None, 0.0, FinishReason.ERROR, "no token can follow", invalid=True),
             StepRow(names[2], None, 0.0, FinishReason.ERROR, "not finite", not_finite=True),
             StepRow(names[3], 6, -2.0),
         ]
@@ -446,12 +446,15 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
     assert (await node.service.load()).used_slots == 1
     message = await steps.read()
     assert list(message.lease_ids) == [leases[0], leases[3]]
-    ends = [(codec.finish_reason_from_proto(end.finish_reason), end.detail, end.not_finite) for end in message.ended]
+    ends = [
+        (codec.finish_reason_from_proto(end.finish_reason), end.detail, end.not_finite, end.invalid)
+        for end in message.ended
+    ]
     assert [end.lease_id for end in message.ended] == leases[:3]
     assert ends == [
-        (FinishReason.STOP, "", False),
-        (FinishReason.ERROR, "the KV could not be read", False),
-        (FinishReason.ERROR, "not finite", True),
+        (FinishReason.STOP, "", False, False),
+        (FinishReason.ERROR, "no token can follow", False, True),
+        (FinishReason.ERROR, "not finite", True, False),
     ]
     assert (await node.service.load()).tokens == 2
     await until(lambda: node.engine.aborted == [names[2]])

@@ -32,6 +32,8 @@ LIBRARIES = (
     *("nvidia-cuda-nvcc", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "nvidia-cusparselt-cu13"),
     *("nvidia-cutlass-dsl", "nvidia-nccl-cu13", "nvidia-nvjitlink", "quack-kernels", "tilelang", "tokenspeed-triton"),
     *("torchao", "triton", "xformers"),
+    # what decides which tokens a constrained row may draw (decode_node/grammar.py)
+    "llguidance",
     # packages that turn a model's files into settings, or compute the model itself if vLLM has no code for it
     *("compressed-tensors", "transformers"),
 )

@@ -209,20 +209,27 @@ def facts(llm: Any, *, finding: str) -> EngineFacts:
     """Read the facts from the configuration of a started `AsyncLLM`."""
     model = llm.vllm_config.model_config
     cache = llm.vllm_config.cache_config
-    found = model.try_get_generation_config().get("eos_token_id")
-    if found is None:
-        found = getattr(model.hf_text_config, "eos_token_id", None)
-    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
     return EngineFacts(
         kv_blocks=cache.num_gpu_blocks - 1,  # Block 0 is vLLM's null block.
         block_size=cache.block_size,
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
-        # Numbers that are no tokens of the model cannot be drawn, and with `min_tokens` vLLM would write to their
-        # places in the logits, which crashes an engine on CPU and changes another request's row on a GPU.
-        eos_token_ids=tuple(sorted({one for one in ids if 0 <= one < model.get_vocab_size()})),
+        eos_token_ids=eos_token_ids(model),
         finding=finding,
     )
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Return the end tokens by vLLM's `ModelConfig`, ascending.
+
+    Numbers that are no tokens of the model cannot be drawn, and with `min_tokens` vLLM would write to their places in
+    the logits, which crashes an engine on CPU and changes another request's row on a GPU.
+    """
+    found = model.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        found = getattr(model.hf_text_config, "eos_token_id", None)
+    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    return tuple(sorted({one for one in ids if 0 <= one < model.get_vocab_size()}))
 
 
 def step_llm() -> Any:

@@ -1,0 +1,218 @@
+"""Constraints on outputs: what makes a matcher of one, under limits, and the process that tries each of them first.
+
+    python -m decode_node.grammar TOKENIZER VOCABULARY END_TOKEN...
+
+The matcher is llguidance's, since it stops at fixed amounts of work for a token: a schema that explodes is refused, on
+every node alike, before it holds up a step that other samples share. xgrammar, vLLM's default, has no such limits: a
+regular expression of 23 characters keeps it busy for seconds. What is left without limits is reading a constraint. So
+each is read once in a process that has little time and memory (`Trials`), before its sample starts. As a script this
+is that process: it reads constraints from lines of JSON, and answers each with a line. Must not know: vLLM, gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+import numpy.typing as npt
+
+from corun.errors import InvalidArgumentError, Shown, UnavailableError
+
+FIELD = "sampling_params.structured_outputs"
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=5000,
+    max_lexer_states=10_000,
+    max_grammar_size=30_000,
+    verbose_errors=False,
+)
+STEP_S = 0.1
+"""The longest processor time for one token of one sample: the limits on work leave room for slow ambiguous grammars."""
+TRIAL_S = 0.5
+"""The longest processor time of a trial."""
+TRIAL_BYTES = 64 * 2**20
+"""The most memory that a trial may add to that of its process."""
+ANSWER_S = 20.0
+"""The longest wait for a trial's answer, in which the process may have to start, too."""
+KNOWN = 1024
+"""The number of last constraints whose trials are remembered."""
+TOO_MUCH = f"must take at most {TRIAL_S:g} s of processor time and {TRIAL_BYTES // 2**20} MiB to read"
+
+
+def tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
+    """Return the vocabulary that matchers work on. This takes up to a second, and holds Python's lock."""
+    return llguidance.LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+class Matcher:
+    """What one sample may draw next. An output is complete where an end token is among it."""
+
+    def __init__(self, tokens: llguidance.LLTokenizer, kind: str, text: str) -> None:
+        """Read a constraint. Raises ValueError if its text is not one of its kind."""
+        self._ends = frozenset(tokens.eos_tokens)
+        self._matcher = llguidance.LLMatcher(tokens, _grammar(kind, text), log_level=0, limits=LIMITS)
+        self._spent_s = 0.0
+        self.finding = self._error()
+        """Why nothing can be drawn any more; empty while something can."""
+
+    def fill(self, masks: npt.NDArray[np.int32], row: int) -> None:
+        """Set the bits of the tokens that may be drawn next; of all tokens if `finding` says that none can."""
+        began = time.thread_time()
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, masks, row)
+        self._spent_s += time.thread_time() - began
+        self.finding = self._error()
+        if not self.finding and self._spent_s > STEP_S:
+            self.finding = f"must take at most {STEP_S:g} s of processor time a token"
+        self._spent_s = 0.0
+        if self.finding:  # llguidance would allow the end token, as if the output were complete.
+            masks[row] = -1
+
+    def accept(self, token_id: int) -> bool:
+        """Go on behind a drawn token. Return False if it may not be drawn."""
+        if self.finding:
+            return False
+        if token_id in self._ends:
+            return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
+        began = time.thread_time()
+        accepted = bool(self._matcher.consume_token(token_id))
+        self._spent_s = time.thread_time() - began
+        return accepted
+
+    def _error(self) -> str:
+        words = str(self._matcher.get_error()).partition("\n")[0]
+        return f"cannot be followed: {words}" if self._matcher.is_error() else ""
+
+
+def _grammar(kind: str, text: str) -> str:
+    if kind == "json":
+        return llguidance.LLMatcher.grammar_from_json_schema(text)
+    if kind == "choice":  # As one lexeme: each alternative of a rule would count against the limits.
+        return llguidance.LLMatcher.grammar_from_lark(
+            "start: ONE\nONE: " + " | ".join(map(json.dumps, json.loads(text)))
+        )
+    return llguidance.grammar_from("regex" if kind == "regex" else "grammar", text)
+
+
+class Trials:
+    """Tries constraints in another process, one at a time; this process is started for the first of them."""
+
+    def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path = path
+        self._arguments = (str(path), str(vocab_size), *map(str, eos_token_ids))
+        self._has_ends = bool(eos_token_ids)
+        self._turn = asyncio.Lock()
+        self._child: asyncio.subprocess.Process | None = None
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    async def check(self, kind: str, text: str) -> None:
+        """Try a constraint.
+
+        Raises:
+            InvalidArgumentError: it cannot be read, allows no output, or is too large.
+            UnavailableError: there was no answer in time.
+        """
+        if not self._has_ends or not self._path.is_file():
+            raise InvalidArgumentError(
+                FIELD, Shown(kind), "must be unset: the model has no end token or tokenizer.json"
+            )
+        try:
+            finding = await asyncio.wait_for(self._finding(kind, text), ANSWER_S)
+        except asyncio.TimeoutError:
+            raise UnavailableError(f"no constraint could be tried within {ANSWER_S:g} s") from None
+        if finding:
+            raise InvalidArgumentError(f"{FIELD}.{kind}", Shown(f"{len(text)} characters"), finding)
+
+    async def close(self) -> None:
+        """End the process."""
+        child, self._child = self._child, None
+        if child is not None and child.returncode is None:
+            child.kill()
+            await child.wait()
+
+    async def _finding(self, kind: str, text: str) -> str:
+        async with self._turn:
+            if (kind, text) not in self._known:
+                self._known[kind, text] = await self._tried(kind, text)
+                if len(self._known) > KNOWN:
+                    self._known.popitem(last=False)
+            return self._known[kind, text]
+
+    async def _tried(self, kind: str, text: str) -> str:
+        """Return why a constraint is refused; empty if it is not. A process that ended at a limit may have used its
+        memory up before, so only a new one's end says something of the constraint."""
+        is_new = False
+        while not is_new:
+            is_new = self._child is None
+            try:
+                child = await self._started()
+                assert child.stdin is not None
+                assert child.stdout is not None
+                child.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+                answer = await child.stdout.readline()
+            except ConnectionError:
+                answer = b""
+            except BaseException:  # A late answer would be taken for the next one's.
+                await self.close()
+                raise
+            if answer:
+                return str(json.loads(answer))
+            await self.close()
+        return TOO_MUCH
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """Return the process once it has said that it is ready. Raises UnavailableError if it ends before."""
+        if self._child is None:
+            pipe = asyncio.subprocess.PIPE
+            command = (sys.executable, "-m", __name__, *self._arguments)
+            # Where memory has run out, a backtrace takes seconds.
+            quiet = {**os.environ, "RUST_BACKTRACE": "0"}
+            self._child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=quiet)
+            assert self._child.stdout is not None
+            if not await self._child.stdout.readline():
+                await self.close()
+                raise UnavailableError("constraints cannot be tried: the process for it ended, see the node's log")
+        return self._child
+
+
+def trial(tokens: llguidance.LLTokenizer, kind: str, text: str) -> str:
+    """Return why a constraint is refused; empty if an output can begin under it."""
+    masks = llguidance.numpy.allocate_token_bitmask(1, tokens.vocab_size)
+    try:
+        matcher = Matcher(tokens, kind, text)
+        matcher.fill(masks, 0)
+    except ValueError as error:
+        return f"must be what its name says: {str(error).partition(chr(10))[0]}"
+    return matcher.finding
+
+
+def main(arguments: Sequence[str]) -> None:
+    path, vocab_size, *ends = arguments
+    tokens = tokenizer(Path(path), int(vocab_size), list(map(int, ends)))
+    trial(tokens, "json", "{}")  # What is built only once is in memory now.
+    used = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    limit = used * 1024 + TRIAL_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, TRIAL_S)  # Its signal ends the process; no code of ours has to run.
+        answer = trial(tokens, *json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

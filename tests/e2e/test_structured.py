@@ -1,0 +1,120 @@
+"""Constrained outputs on the real cluster: they are what was asked for, and their bits do not depend on company."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from corun import Client, InvalidArgumentError, SamplingParams
+from tests.e2e.conftest import Cluster
+from tests.e2e.test_determinism import Case, bits, differing, make_cases, run, verify_all
+
+pytestmark = pytest.mark.e2e
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = (
+    {"json": SCHEMA},
+    {"json_object": True},
+    {"regex": r"[a-f]{3}-[0-9]{4}"},
+    {"choice": ["yes", "no", "nobody knows"]},
+    {"grammar": 'root ::= "(" root ")" | "x"'},
+)
+
+
+def constrained(count: int) -> list[Case]:
+    draw = random.Random(17)
+    return [
+        (
+            [draw.randrange(3, 500) for _ in range(draw.randrange(1, 200))],
+            SamplingParams(
+                max_tokens=48,
+                logprobs=True,
+                temperature=(1.0, 0.0, 0.7)[i % 3],
+                top_p=(1.0, 0.9)[i % 2],
+                structured_outputs=CONSTRAINTS[i % len(CONSTRAINTS)],
+            ),
+            draw.randrange(2**63),
+        )
+        for i in range(count)
+    ]
+
+
+def test_constrained_rows_have_their_bits_alone_and_in_a_crowd_of_free_rows(cluster: Cluster) -> None:
+    cases, free = constrained(15), make_cases(15)
+    with cluster.client() as client:
+        alone, free_alone = run(client, cases, concurrency=1), run(client, free, concurrency=1)
+        mixed = [case for pair in zip(cases, free, strict=True) for case in pair]
+        crowded = run(client, mixed, concurrency=20)
+        verify_all(client, cases[:5])
+        unmasked = run(client, [(p, replace(q, structured_outputs=()), s) for p, q, s in cases], concurrency=8)
+    assert differing(alone, crowded[::2]) == []
+    assert differing(free_alone, crowded[1::2]) == []
+    assert differing(alone, unmasked) == list(range(15))  # The control: masks matter, and a difference is noticed.
+    assert len({bits(generation) for generation in alone}) == len(alone)
+
+
+def test_finished_outputs_are_what_was_asked_for(cluster: Cluster) -> None:
+    cases = constrained(30)
+    with cluster.client() as client:
+        done = run(client, cases, concurrency=8)
+    finished = [(q, g) for (_, q, _), g in zip(cases, done, strict=True) if g.samples[0].finish_reason.value == "stop"]
+    assert len({q.constraint for q, _ in finished}) >= 4
+    for params, generation in finished:
+        kind, text = params.constraint or ("", "")
+        _check(kind, text, generation.text)
+
+
+def _check(kind: str, text: str, output: str) -> None:
+    if kind == "json":
+        found = json.loads(output)
+        assert isinstance(found, dict)
+        assert "properties" not in text or (len(found["name"]) <= 4 and 0 <= found["age"] <= 99)
+    elif kind == "regex":
+        assert re.fullmatch(text, output)
+    elif kind == "choice":
+        assert output in json.loads(text)
+    else:
+        assert re.fullmatch(r"(\(*)x(\)*)", output)
+        assert output.count("(") == output.count(")")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": {"type": "array", "uniqueItems": True}},  # not built in llguidance
+        {"json": {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}},
+        {"json": {"type": "integer", "allOf": [{"multipleOf": n} for n in (9973, 9967, 9949, 9941)]}},  # an explosion
+        {"regex": "(("},
+        {"regex": r"[^\s\S]"},  # nothing at all
+        {"grammar": "root :=="},
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name_and_hurts_nobody(cluster: Cluster, constraint: object) -> None:
+    with cluster.client() as client:
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.generate([5, 6], SamplingParams(structured_outputs=constraint), seed=1)  # type: ignore[arg-type]
+        assert caught.value.field.startswith("sampling_params.structured_outputs")
+        _serves(client)
+
+
+def test_an_output_that_becomes_too_ambiguous_ends_with_an_error(cluster: Cluster) -> None:
+    """It may end as it should before. No tokens of its own end it, and the engine goes on."""
+    grammar = 'start: a\na: a a a | b a c | "x" | "xx" | ""\nb: a a | "y"\nc: a b | c c | "x"'
+    params = SamplingParams(max_tokens=200, structured_outputs={"grammar": grammar}, logit_bias={509: -100.0})
+    with cluster.client() as client:
+        with pytest.raises(InvalidArgumentError, match="structured_outputs"):
+            client.generate([5, 6], params, seed=1)
+        _serves(client)
+
+
+def _serves(client: Client) -> None:
+    assert client.generate([5, 6], SamplingParams(max_tokens=2), seed=1).token_ids
