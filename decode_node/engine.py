@@ -138,7 +138,7 @@ class VllmDecodeEngine:
 
         Raises:
             InvalidArgumentError: the engine would refuse a parameter, change it or crash on it; names the field.
-            UnavailableError: its constraint could not be tried in time.
+            OverloadedError: its constraint could not be tried in time.
         """
         if request.params.constraint is not None:
             await self._trials.check(*request.params.constraint)

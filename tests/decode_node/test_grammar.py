@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corun.errors import InvalidArgumentError
+from corun.errors import InvalidArgumentError, OverloadedError
 from corun.models import tiny
 from tests.loading import load
 
@@ -71,7 +71,7 @@ def test_what_is_too_ambiguous_ends_with_a_finding_and_not_with_the_end_token(to
         if not matcher.accept(min(found - {END})):
             allowed(matcher)
             break
-    assert "cannot be followed" in matcher.finding
+    assert "cannot be followed" in matcher.finding or "processor time" in matcher.finding
     assert len(allowed(matcher)) == VOCAB  # The token that is drawn is thrown away.
     assert not matcher.accept(5)
 
@@ -104,6 +104,20 @@ def test_trials_refuse_what_cannot_be_read_and_go_on(path: Path) -> None:
     asyncio.run(main())
 
 
+def test_waiting_for_other_trials_is_no_fault_of_the_node(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An UnavailableError would take the node from everybody until its next heartbeat."""
+    monkeypatch.setattr(grammar, "ANSWER_S", 0.01)
+
+    async def main() -> None:
+        trials = grammar.Trials(path, VOCAB, [END])
+        async with trials._turn:
+            with pytest.raises(OverloadedError, match="others came first"):
+                await trials.check("regex", "a")
+        await trials.close()
+
+    asyncio.run(main())
+
+
 def test_without_end_tokens_or_a_tokenizer_nothing_is_tried(path: Path) -> None:
     for trials in (grammar.Trials(path, VOCAB, []), grammar.Trials(path / "none", VOCAB, [END])):
         with pytest.raises(InvalidArgumentError, match="end token"):
@@ -126,3 +140,16 @@ def test_a_mask_changes_its_own_row_only(masks: Any) -> None:
     assert masked[1].isfinite().nonzero().flatten().tolist() == [0, 2, 67]
     assert torch.equal(masked[[0, 2, 3]], logits[[0, 2, 3]])
     assert not torch.equal(control[[0, 2, 3]], logits[[0, 2, 3]])
+
+
+def test_a_sample_that_takes_long_for_each_token_ends(tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are within all limits on work, but the step of everybody waits for them."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(clock) * 0.01)
+    matcher = grammar.Matcher(tokens, "regex", "a*")
+    drawn = 0
+    while END in allowed(matcher) and not matcher.finding:
+        assert matcher.accept(tokens.tokenize_str("a")[0])
+        drawn += 1
+    assert 1 < drawn < 20
+    assert "0.005 s of processor time" in matcher.finding
