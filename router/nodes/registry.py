@@ -195,9 +195,10 @@ class Registry:
     def scores_equal_generation(self, node: PrefillNode) -> bool:
         """Return whether certificates show that what this node scores has the bits of what is drawn: those of its own
         engine, and of the engines of all decode nodes, since any of them may draw."""
-        engines: list[Node[Any]] = [node, *(decode for decode in by_id(self._decodes) if not decode.is_gone)]
-        holds = FreedomStatus(name=Freedom.SCORES.value)
-        return all(any(holds in side.info.freedoms for side in (each, *self._of_engine(each.info))) for each in engines)
+        held = FreedomStatus(name=Freedom.SCORES.value)
+        engines = {each.info.engine_id for each in self._nodes() if held in each.info.freedoms}
+        needed = {node.info.engine_id, *(each.info.engine_id for each in self._decodes.values() if not each.is_gone)}
+        return needed <= engines - {""}
 
     def most_tokens(self) -> int:
         """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no
