@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from corun import Client, InvalidArgumentError, SamplingParams
-from tests.e2e.conftest import Cluster
+from corun.gateway.app import Gateway
+from corun.gateway.config import GatewayConfig
+from tests.e2e.conftest import SLOTS, Cluster
 from tests.e2e.test_determinism import Case, bits, differing, make_cases, run, verify_all
 
 pytestmark = pytest.mark.e2e
@@ -71,6 +75,34 @@ def test_finished_outputs_are_what_was_asked_for(cluster: Cluster) -> None:
     for params, generation in finished:
         kind, text = params.constraint or ("", "")
         _check(kind, text, generation.text)
+
+
+async def test_openais_own_client_gets_json_by_its_schema(cluster: Cluster) -> None:
+    openai = pytest.importorskip("openai")
+    gateway = Gateway(GatewayConfig(port=0, router=cluster.address))
+    await gateway.start()
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    asked = {"messages": [{"role": "user", "content": "Who?"}], "max_completion_tokens": 200, "response_format": form}
+
+    async def chat(client: Any, seed: int) -> tuple[str, str]:
+        (choice,) = (await client.chat.completions.create(model=name, seed=seed, **asked)).choices
+        return choice.finish_reason, choice.message.content
+
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="EMPTY", max_retries=0) as client:
+            name = (await client.models.list()).data[0].id
+            alone = [await chat(client, seed) for seed in range(4)]
+            crowd = await asyncio.gather(*(chat(client, seed) for seed in range(2 * SLOTS)))
+            asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await chat(client, 0)
+    finally:
+        await gateway.stop()
+    assert crowd[:4] == alone
+    whole = [json.loads(text) for finish, text in crowd if finish == "stop"]
+    assert len(whole) > SLOTS
+    assert all(len(found["name"]) <= 4 and 0 <= found["age"] <= 99 for found in whole)
+    assert refused.value.param == "response_format"
 
 
 def _check(kind: str, text: str, output: str) -> None:
