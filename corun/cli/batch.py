@@ -75,7 +75,7 @@ class Batch:
         todo = work.unfinished()
         if drop_torn_line(self.output):
             print(f"{self.output}: dropped an unfinished last line", file=sys.stderr)
-        run = _Run(self, work.answer, todo)
+        run = _Run(self, work.answer, todo, work.refused)
         try:
             with self.output.open("a", encoding="utf-8") as sink, ProgressBar(len(todo), "prompts") as bar:
                 asyncio.run(run.all(sink, bar))
@@ -94,6 +94,9 @@ class Batch:
 
 class _PromptFile:
     """A file of prompts in this project's own form."""
+
+    refused: Sequence[str] = ()
+    """Refused prompts leave nothing in the output: each run asks for them again."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -127,13 +130,19 @@ class _PromptFile:
 
 
 class _Run:
-    """The rows of one run that had no result before it, and what became of them."""
+    """The rows of one run that had no result before it, and what became of them.
 
-    def __init__(self, batch: Batch, answer: Callable[..., Awaitable[Answer]], todo: Sequence[Any]) -> None:
+    refused: what earlier runs were refused, which is told again.
+    """
+
+    def __init__(
+        self, batch: Batch, answer: Callable[..., Awaitable[Answer]], todo: Sequence[Any], refused: Sequence[str]
+    ) -> None:
         self._batch, self._answer, self._todo = batch, answer, todo
         self._finished = 0
         self._fingerprints: set[str] = set()
-        self.refused: list[str] = []
+        self._refused_before = len(refused)
+        self.refused = [*refused]
 
     async def all(self, sink: TextIO, bar: ProgressBar) -> None:
         """Run the rows, a bounded number at once. Write each result as it comes."""
@@ -190,7 +199,8 @@ class _Run:
         lines = [f"refused {line}" for line in self.refused[:MAX_SHOWN_REFUSALS]]
         if len(self.refused) > MAX_SHOWN_REFUSALS:
             lines.append(f"refused {len(self.refused) - MAX_SHOWN_REFUSALS} more")
-        before, left = total - len(self._todo), len(self._todo) - self._finished - len(self.refused)
+        before = total - len(self._todo) - self._refused_before
+        left = total - before - self._finished - len(self.refused)
         counts = {"were there before": before, "refused": len(self.refused), "left": left}
         parts = [f"{self._finished} finished", *(f"{count} {what}" for what, count in counts.items() if count)]
         again = "; run the same command again to continue" if left else ""

@@ -48,6 +48,8 @@ class OpenAiFile:
         self._priority = priority
         self._answers: Answers | None = None
         self._items = self._read()
+        self.refused: list[str] = []
+        """The lines that the output says were refused, and why; `unfinished` finds them."""
 
     @property
     def total(self) -> int:
@@ -58,27 +60,29 @@ class OpenAiFile:
 
         Raises InvalidArgumentError if the output has the answer to another request under the same custom_id.
         """
-        if not self._output.exists():
-            return self._items
-        done = dict(self._answered())
-        others = {custom_id: where for where, custom_id in done.values()}
+        done = self._answered()
+        others = {row["custom_id"]: where for where, row in done.values() if row["response"] is not None}
         for item in self._items:
             if isinstance(item, Request) and item.id not in done and item.custom_id in others:
                 limit = f"is the answer to another request than {self._path}:{item.number}: write to another file"
                 raise InvalidArgumentError(f"{others[item.custom_id]}: custom_id", item.custom_id, limit)
-        return [item for item in self._items if (item.id if isinstance(item, Request) else item["id"]) not in done]
+        ids = [item.id if isinstance(item, Request) else item["id"] for item in self._items]
+        refusals = [self._refusal(done[each][1]) for each in ids if each in done]
+        self.refused = [each for each in refusals if each]
+        return [item for each, item in zip(ids, self._items, strict=True) if each not in done]
 
     async def answer(self, client: AsyncClient, item: Request | Row, timeout_s: float) -> Answer:
         """Return the answer to one line. timeout_s: not used; each call has the client's own deadline."""
-        if not isinstance(item, Request):
-            return Answer(row=item, refused=f"{self._path}:{item['error']['line']}: {item['error']['message']}")
-        if self._answers is None:
-            self._answers = Answers(client, GatewayConfig())
-        row = await self._answers.answer(item)
-        body = row["response"]["body"]
-        if "error" in body:
-            return Answer(row=row, refused=f"{self._path}:{item.number}: {body['error']['message']}")
-        return Answer(row=row, fingerprint=body["system_fingerprint"])
+        self._answers = self._answers or Answers(client, GatewayConfig())
+        row = await self._answers.answer(item) if isinstance(item, Request) else item
+        if refused := self._refusal(row):
+            return Answer(row=row, refused=refused)
+        return Answer(row=row, fingerprint=row["response"]["body"]["system_fingerprint"])
+
+    def _refusal(self, row: Row) -> str:
+        """Return the place of a refused line and why it was refused; empty if it was answered."""
+        error = row["error"] or row["response"]["body"].get("error")
+        return f"{self._path}:{error['line']}: {error['message']}" if error else ""
 
     def _read(self) -> list[Request | Row]:
         items: list[Request | Row] = []
@@ -104,9 +108,11 @@ class OpenAiFile:
             return {"priority": self._priority}
         return {"priority": self._priority, "seed": derive_seed(self._seed, custom_id)}
 
-    def _answered(self) -> list[tuple[str, tuple[str, Any]]]:
-        """Return the ids of the output's answers, each with its place and custom_id. A torn last line is left out."""
-        found = []
+    def _answered(self) -> dict[str, tuple[str, Row]]:
+        """Return the rows of the output by their ids, each with its place. A torn last line is left out."""
+        found: dict[str, tuple[str, Row]] = {}
+        if not self._output.exists():
+            return found
         with self._output.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -118,5 +124,5 @@ class OpenAiFile:
                         raise InvalidArgumentError("id", row.get("id"), "must be that of an answer in OpenAI's form")
                 except InvalidArgumentError as error:
                     raise located(where, error) from None
-                found.append((row["id"], (where, row["custom_id"])))
+                found[row["id"]] = where, row
         return found

@@ -74,8 +74,11 @@ def test_lines_are_answered_and_broken_ones_say_what_is_wrong(
     assert "1 finished, 7 refused of 8 prompts" in said
     assert f"refused {source}:2: " in said
     before = output.read_bytes()
-    assert batch(cluster, source, output) == 0
+    assert batch(cluster, source, output) == 2, "what was refused before is told again"
     assert output.read_bytes() == before, "what has an answer is not run again"
+    said = capsys.readouterr().err
+    assert "0 finished, 1 were there before, 7 refused of 8 prompts" in said
+    assert f"refused {source}:2: " in said
 
 
 def test_an_interrupted_file_goes_on_with_the_same_bits(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -119,3 +122,14 @@ def test_the_files_need_neither_aiohttp_nor_jinja2() -> None:
     script = "import sys, corun.cli.openai_batch; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert not {"aiohttp", "jinja2"} & set(run.stdout.split())
+
+
+def test_the_error_of_a_broken_line_does_not_stand_for_a_request(cluster: LocalCluster, tmp_path: Path) -> None:
+    """A run may be killed after it wrote the errors of broken lines and before it answered the others."""
+    rows = [line("a", prompt="x", max_tokens=2), line("a", prompt="y"), line(["list"], prompt="z")]
+    source, output = write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    assert batch(cluster, source, output) == 2
+    write_rows(output, *(row for row in read_rows(output) if row["error"]))
+    assert batch(cluster, source, output) == 2
+    assert [row["custom_id"] for row in read_rows(output) if row["response"]] == ["a"]
+    assert len(read_rows(output)) == 3
