@@ -77,7 +77,11 @@ class Batch:
             print(f"{self.output}: dropped an unfinished last line", file=sys.stderr)
         run = _Run(self, work.answer, todo, work.refused)
         try:
-            with self.output.open("a", encoding="utf-8") as sink, ProgressBar(len(todo), "prompts") as bar:
+            # An error may name a field that has a lone surrogate, which is written as JSON's escape.
+            with (
+                self.output.open("a", encoding="utf-8", errors="backslashreplace") as sink,
+                ProgressBar(len(todo), "prompts") as bar,
+            ):
                 asyncio.run(run.all(sink, bar))
         finally:
             print(run.summary(work.total), file=sys.stderr)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from corun.client.client import AsyncClient
-from corun.errors import InvalidArgumentError
+from corun.errors import DeadlineError, InvalidArgumentError
 from corun.gateway.batches import Answers, Request, Row, broken, is_batch, read_line
 from corun.gateway.config import GatewayConfig
 from corun.gateway.requests import read_json
@@ -72,12 +72,18 @@ class OpenAiFile:
         return [item for each, item in zip(ids, self._items, strict=True) if each not in done]
 
     async def answer(self, client: AsyncClient, item: Request | Row, timeout_s: float) -> Answer:
-        """Return the answer to one line. timeout_s: not used; each call has the client's own deadline."""
-        self._answers = self._answers or Answers(client, GatewayConfig())
-        row = await self._answers.answer(item) if isinstance(item, Request) else item
+        """Return the answer to one line. timeout_s: the time that all its calls have together."""
+        row = await self._ask(client, item, timeout_s) if isinstance(item, Request) else item
         if refused := self._refusal(row):
             return Answer(row=row, refused=refused)
         return Answer(row=row, fingerprint=row["response"]["body"]["system_fingerprint"])
+
+    async def _ask(self, client: AsyncClient, request: Request, timeout_s: float) -> Row:
+        self._answers = self._answers or Answers(client, GatewayConfig(), self._priority)
+        try:
+            return await asyncio.wait_for(self._answers.answer(request), timeout_s)
+        except asyncio.TimeoutError:
+            raise DeadlineError(f"{self._path}:{request.number}: not answered in time") from None
 
     def _refusal(self, row: Row) -> str:
         """Return the place of a refused line and why it was refused; empty if it was answered."""
@@ -92,7 +98,7 @@ class OpenAiFile:
                 if not line.strip():
                     continue
                 try:
-                    request = read_line(line, number, self._defaults)
+                    request = read_line(line, number, self._seed_of)
                     if request.custom_id in places:
                         limit = f"must be unique; line {places[request.custom_id]} has it too"
                         raise InvalidArgumentError("custom_id", request.custom_id, limit)
@@ -102,11 +108,8 @@ class OpenAiFile:
                     items.append(broken(line, number, error))
         return items
 
-    def _defaults(self, custom_id: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the fields that a body has unless it says otherwise."""
-        if self._seed is None:
-            return {"priority": self._priority}
-        return {"priority": self._priority, "seed": derive_seed(self._seed, custom_id)}
+    def _seed_of(self, custom_id: str) -> int | None:
+        return None if self._seed is None else derive_seed(self._seed, custom_id)
 
     def _answered(self) -> dict[str, tuple[str, Row]]:
         """Return the rows of the output by their ids, each with its place. A torn last line is left out."""

@@ -16,18 +16,22 @@ from typing import Any
 
 from corun.client.client import AsyncClient
 from corun.config.extras import needs_extra
-from corun.errors import CorunError, InvalidArgumentError, NotFoundError, UnavailableError, shown
+from corun.errors import CorunError, InvalidArgumentError, NotFoundError, PermissionDeniedError, UnavailableError, shown
 from corun.gateway.answers import completion, whole
 from corun.gateway.chat_responses import CHAT
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import STATUSES, body_of, naming
 from corun.gateway.requests import CompletionRequest, read_json, read_request
+from corun.params import MAX_REQUEST_ID_LENGTH, check_text
 from corun.types import ModelStatus, TemplateSource
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-REFUSALS = (InvalidArgumentError, NotFoundError)
-"""The errors that are about a line. All others are about the cluster, and may be over when the batch is run again."""
+REFUSALS = (InvalidArgumentError, NotFoundError, PermissionDeniedError)
+"""The errors that are about a line, the last one only if the line itself has the value. All others are about the
+cluster, and may be over when the batch is run again."""
 _FIELDS = ("custom_id", "method", "url", "body")
+_DEFAULTED = ("seed", "request_id", "priority")
+"""Fields of a body that have a default here; null stands for it."""
 Row = dict[str, Any]
 
 
@@ -44,9 +48,9 @@ class Request:
     body: Mapping[str, Any]
 
     @property
-    def request_id(self) -> Any:
+    def request_id(self) -> str:
         """The request's id in the cluster: its own, else that of its answer, from which a router derives its seed."""
-        return self.body.get("request_id", self.id)
+        return self.body.get("request_id") or self.id
 
 
 def is_batch(line: bytes) -> bool:
@@ -57,26 +61,32 @@ def is_batch(line: bytes) -> bool:
         return False
 
 
-def read_line(line: bytes, number: int, defaults: Callable[[str, Mapping[str, Any]], Mapping[str, Any]]) -> Request:
+def read_line(line: bytes, number: int, seed_of: Callable[[str], int | None]) -> Request:
     """Read one line. Raises InvalidArgumentError, which names the field.
 
-    defaults: returns the fields that a body has unless it says otherwise, from the line's `custom_id` and body.
+    seed_of: returns the seed of a line that has none, from its `custom_id`; None: the router derives one.
     """
     fields = read_json(line)
     for name in (*fields, *_FIELDS):
         if name not in _FIELDS:
             raise InvalidArgumentError(name, fields[name], f"must be one of {', '.join(_FIELDS)}")
-    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise InvalidArgumentError("custom_id", custom_id, "must be text, not empty")
+    custom_id, url, body = _custom_id(fields), fields.get("url"), fields.get("body")
     if fields.get("method") != "POST":
         raise InvalidArgumentError("method", fields.get("method"), 'must be "POST"')
     if url not in (COMPLETIONS, CHATS):
         raise InvalidArgumentError("url", url, f'must be "{COMPLETIONS}" or "{CHATS}"')
     if not isinstance(body, dict):
         raise InvalidArgumentError("body", body, "must be an object")
-    body = {**defaults(custom_id, body), **body}
+    body = {name: value for name, value in body.items() if value is not None or name not in _DEFAULTED}
+    if "request_id" in body:
+        check_text("body.request_id", body["request_id"], MAX_REQUEST_ID_LENGTH, min_length=0)
+    if "seed" not in body and (seed := seed_of(custom_id)) is not None:
+        body["seed"] = seed
     return Request(id=line_id(custom_id, url, body), custom_id=custom_id, number=number, url=url, body=body)
+
+
+def _custom_id(fields: Mapping[str, Any]) -> str:
+    return check_text("custom_id", fields.get("custom_id", ""))
 
 
 def line_id(*asked: Any) -> str:
@@ -87,8 +97,9 @@ def line_id(*asked: Any) -> str:
 
 def broken(line: bytes, number: int, error: CorunError) -> Row:
     """Return the answer to a line that is no request."""
+    custom_id: str | None
     try:
-        custom_id = read_json(line).get("custom_id")
+        custom_id = _custom_id(read_json(line))
     except InvalidArgumentError:
         custom_id = None
     answer_id = line_id(number, line.decode(errors="replace"))
@@ -96,11 +107,12 @@ def broken(line: bytes, number: int, error: CorunError) -> Row:
 
 
 class Answers:
-    """Answers requests with one cluster. `ready` must have been awaited."""
+    """Answers requests with one cluster. priority: that of requests that name none."""
 
-    def __init__(self, client: AsyncClient, config: GatewayConfig) -> None:
+    def __init__(self, client: AsyncClient, config: GatewayConfig, priority: str) -> None:
         self._client = client
         self._config = config
+        self._priority = priority
         self._model: ModelStatus | None = None
         self._template: TemplateSource | None = None
 
@@ -112,20 +124,21 @@ class Answers:
         try:
             status, body = 200, await self._body(request)
         except REFUSALS as error:
+            if isinstance(error, PermissionDeniedError) and error.field not in request.body:
+                raise  # The priority of the whole run is refused.
             status, body = STATUSES[error.code][0], {"error": _error(error, request.number)}
         response = {"status_code": status, "request_id": request.request_id, "body": body}
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _body(self, request: Request) -> Row:
-        model, sent = await self._served(), json.dumps(request.body).encode()
-        given = None if "request_id" in request.body else request.id
+        model, sent = await self._served(), json.dumps({"priority": self._priority, **request.body}).encode()
         if request.url == COMPLETIONS:
-            asked = read_request(sent, request_id=given, max_prompts=self._config.max_prompts)
+            asked = read_request(sent, request_id=request.request_id, max_prompts=self._config.max_prompts)
             _check(asked, model.name)
             return await completion(asked, self._client, model.name)
         with needs_extra("a batch of chats", "router"):  # Only chats need jinja2.
             chats = importlib.import_module("corun.gateway.chats")
-        chat = chats.read_chat_request(sent, request_id=given)
+        chat = chats.read_chat_request(sent, request_id=request.request_id)
         _check(chat.asked, model.name)
         template = self._template = self._template or await self._client.get_chat_template()
         text = await asyncio.to_thread(chat.chat.render, template, model.max_prompt_bytes)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from corun import SamplingParams
+from corun import AsyncClient, DeadlineError, SamplingParams
 from corun.cli import main
+from corun.cli.openai_batch import OpenAiFile
 from corun.testing import LocalCluster, expected, local_cluster
 from tests.corun.cli.conftest import read_rows, write_rows
 from tests.over_fakes import chat_model
+from tests.router.asking import token_of, with_tokens
 
 __all__ = ["chat_model"]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -133,3 +135,74 @@ def test_the_error_of_a_broken_line_does_not_stand_for_a_request(cluster: LocalC
     assert batch(cluster, source, output) == 2
     assert [row["custom_id"] for row in read_rows(output) if row["response"]] == ["a"]
     assert len(read_rows(output)) == 3
+
+
+def test_text_that_no_file_can_hold_is_refused_in_its_line_only(cluster: LocalCluster, tmp_path: Path) -> None:
+    rows = [
+        line("a", prompt="x", max_tokens=2),
+        line("\ud800", prompt="x"),
+        line("id", prompt="x", request_id="\ud800"),
+        line("long", prompt="x", request_id="x" * 129),
+        line("name", prompt="x", **{"\ud800": 1}),
+        line("value", prompt="\ud800"),
+    ]
+    source = write_rows(tmp_path / "in.jsonl", *rows)
+    for seed in ((), ("--seed", "7")):
+        output = tmp_path / f"out{len(seed)}.jsonl"
+        assert batch(cluster, source, output, *seed) == 2
+        found = {row["error"]["line"]: row["error"]["param"] for row in read_rows(output) if row["error"]}
+        assert found == {2: "custom_id", 3: "body.request_id", 4: "body.request_id"}
+        answers = {row["custom_id"]: row["response"]["status_code"] for row in read_rows(output) if row["response"]}
+        assert answers == {"a": 200, "name": 400, "value": 400}
+        assert batch(cluster, source, output, *seed) == 2
+        assert len(read_rows(output)) == 6
+
+
+def test_null_means_the_same_as_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
+    def answered(name: str, **body: Any) -> dict[str, Any]:
+        source, output = tmp_path / f"{name}.in", tmp_path / f"{name}.out"
+        write_rows(source, line("a", prompt="x", max_tokens=4, **body))
+        assert batch(cluster, source, output, "--seed", "7") == 0
+        return read_rows(output)[0]
+
+    absent, null = answered("absent"), answered("null", seed=None, request_id=None, priority=None)
+    assert null["id"] == absent["id"] == null["response"]["request_id"]
+    assert null["response"]["body"]["choices"][0]["corun"] == absent["response"]["body"]["choices"][0]["corun"]
+    assert answered("other", seed=8)["id"] != absent["id"]
+
+
+def test_the_priority_of_a_run_is_not_part_of_what_its_lines_ask_for(cluster: LocalCluster, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", line("a", prompt="x", max_tokens=2))
+    output = tmp_path / "out.jsonl"
+    assert batch(cluster, source, output, "--priority", "low") == 0
+    before = output.read_bytes()
+    assert batch(cluster, source, output, "--priority", "normal") == 0
+    assert output.read_bytes() == before
+
+
+def test_a_priority_that_a_line_may_not_have_is_an_error_of_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [line("a", prompt="x", max_tokens=2), line("high", prompt="x", max_tokens=2, priority="high")]
+    source, output = write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    tokens = with_tokens(tmp_path, "limited max_priority=normal")
+    (tmp_path / "token").write_text(token_of("limited"))
+    monkeypatch.setenv("CORUN_TOKEN_FILE", str(tmp_path / "token"))
+    with local_cluster(**tokens) as cluster:
+        assert batch(cluster, source, output) == 2
+        found = {row["custom_id"]: row["response"] for row in read_rows(output)}
+        assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "high": 403}
+        assert found["high"]["body"]["error"]["param"] == "priority"
+        capsys.readouterr()
+        assert batch(cluster, source, tmp_path / "other.jsonl", "--priority", "high", "--concurrency", "1") == 2
+        assert not read_rows(tmp_path / "other.jsonl"), "the priority of the run is no error of a line"
+    assert "must be normal or lower" in capsys.readouterr().err
+
+
+async def test_the_time_of_a_line_ends_all_its_calls(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", line("a", prompt="x", max_tokens=500))
+    file = OpenAiFile(source, tmp_path / "out.jsonl", seed=None, priority="low")
+    (item,) = file.unfinished()
+    async with local_cluster(step_ms=1000) as cluster, AsyncClient(cluster.address, timeout_s=600) as client:
+        with pytest.raises(DeadlineError, match=r"in\.jsonl:1"):
+            await file.answer(client, item, 0.2)
