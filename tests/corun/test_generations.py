@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_columns_have_a_row_for_each_sample_with_fp32_bits(client: Client) -> No
 
 
 def test_tables_keep_every_bit(client: Client) -> None:
-    pandas, arrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    pandas, arrow = import_module("pandas"), import_module("pyarrow")
     done = client.generate_many(PROMPTS, PARAMS, n=2, seeds=[1, 2, 2**63 - 1])
     columns, frame, table = done.columns(), done.to_pandas(), done.to_arrow()
     assert (list(frame.columns), table.column_names) == (list(columns), list(columns))
