@@ -214,7 +214,7 @@ class AsyncClient:
         check_concurrency(concurrency)
         requests, gate = prepare_all(prompts, params, seeds, n, priority), asyncio.Semaphore(concurrency)
         rows = [prepared.row(index) for index, prepared in enumerate(requests)]
-        with KeptResults(results, rows) as kept:
+        with await asyncio.to_thread(KeptResults, results, rows) as kept:
             todo = [row for row in rows if row.id not in kept.found]
             bar = ProgressBar(len(todo), "prompts", shown=progress)
 

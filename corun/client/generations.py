@@ -14,9 +14,9 @@ from typing import Any
 
 from corun.completion import Generation, Sample
 from corun.config.extras import needs_extra
-from corun.errors import ContractMismatchError
+from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.receipt import Receipt
-from corun.records.rows import PromptRow, drop_torn_line, read_finished, result_row, to_line
+from corun.records.rows import PromptRow, drop_torn_line, located, read_finished, read_results, result_row, to_line
 from corun.records.verification import cases_from_row
 from corun.types import FinishReason
 
@@ -134,8 +134,9 @@ class KeptResults:
         path = Path(path)
         if path.exists():
             for where, row, result in read_finished(rows, path):
-                self.found[row.id] = done = read_generation(where, result)
-                self._check_contract(done)
+                self.found[row.id] = read_generation(where, result)
+            for where, result in read_results(path, skip_torn=True):  # Those of other prompts count, too.
+                self._check_contract(_fingerprint(where, result))
             drop_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -153,13 +154,12 @@ class KeptResults:
         """
         if self._file is None:
             return done
-        self._check_contract(done)
+        self._check_contract(done.receipt.fingerprint)
         self._file.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
         self._file.flush()
         return _without_texts(done)
 
-    def _check_contract(self, done: Generation) -> None:
-        found = done.receipt.fingerprint
+    def _check_contract(self, found: str) -> None:
         self._fingerprint = self._fingerprint or found
         if found != self._fingerprint:
             differences = {"fingerprint": (self._fingerprint, found)}
@@ -176,6 +176,13 @@ def read_generation(where: str, row: dict[str, Any]) -> Generation:
     return Generation(
         request_id=samples[0].receipt.request_id, prompt_token_ids=cases[0].case.prompt_token_ids, samples=samples
     )
+
+
+def _fingerprint(where: str, row: dict[str, Any]) -> str:
+    try:
+        return Receipt.from_dict(row["receipt"]).fingerprint
+    except InvalidArgumentError as error:
+        raise located(where, error) from None
 
 
 def _sample(index: int, values: dict[str, Any]) -> Sample:

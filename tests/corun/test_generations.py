@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from collections.abc import Callable
 from importlib import import_module
@@ -22,6 +23,7 @@ from corun import (
     SamplingParams,
     UnavailableError,
 )
+from corun.client.generations import KeptResults
 from corun.records.verification import cases_from_row
 from corun.seeds import sample_seed
 from corun.testing import expected, local_cluster
@@ -155,6 +157,33 @@ def test_results_of_other_weights_do_not_mix(client: Client, output: Path) -> No
     with pytest.raises(ContractMismatchError, match="the file has results of another contract"):
         client.generate_many(PROMPTS, PARAMS, seeds=[1, 2, 3], results=output)
     assert len(read_rows(output)) == 1
+
+
+def test_a_shorter_batch_does_not_mix_two_policies_either(client: Client, output: Path) -> None:
+    """The rows that are of another contract are none of the second call's."""
+    client.generate_many(PROMPTS[:2], PARAMS, seeds=[1, 2], results=output)
+    rows = sorted(read_rows(output), key=lambda row: row["id"])
+    _of_other_weights(rows[1])
+    before = write_rows(output, rows[1]).read_bytes()
+    with pytest.raises(ContractMismatchError, match="the file has results of another contract"):
+        client.generate_many(PROMPTS[:1], PARAMS, seeds=[1], results=output)
+    assert output.read_bytes() == before
+
+
+async def test_a_file_of_results_is_not_read_in_the_event_loop(
+    fake: FakeRouter, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def read(*args: Any) -> KeptResults:
+        threads.append(threading.current_thread())
+        return KeptResults(*args)
+
+    monkeypatch.setattr("corun.client.client.KeptResults", read)
+    async with AsyncClient(fake.address) as client:
+        await client.generate_many(PROMPTS, PARAMS, results=output)
+    assert threads != [threading.current_thread()]
+    assert len(threads) == 1
 
 
 @pytest.mark.parametrize("n", [0, 257, "2"])
