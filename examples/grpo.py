@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -46,6 +47,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--group", type=int, default=16, help="samples of each prompt")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps = {args.steps}: must be at least 1")
+    if args.group < 2:
+        parser.error(f"--group = {args.group}: must be at least 2, since a reward is compared with those of its group")
     same = True
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(shutil.copytree(made(TINY), Path(folder) / "policy-0"))
@@ -103,7 +108,7 @@ def logprobs(found: Sequence[Scores]) -> LogProbs:
 def differ(what: str, one: LogProbs, other: LogProbs) -> int:
     """Print and return how many log probabilities differ. Two fp32 values are equal only if all their bits are."""
     pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
-    count = sum(a != b for a, b in pairs)
+    count = sum(struct.pack("<f", a) != struct.pack("<f", b) for a, b in pairs)  # 0.0 and -0.0 are equal as numbers.
     print(f"  {count:>5} of {len(pairs)} log probabilities differ: {what}")
     return count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,22 @@ def test_two_policies_are_rolled_out_and_recomputed_with_the_same_bits() -> None
     assert [count for count, _ in found["drawn again"] + found["scored, and scored again alone"]] == [0] * 4
     assert all(count for count, _ in found["drawn, and computed by plain torch"]), "the control could not differ"
     assert (run.returncode, run.stdout.splitlines()[-1]) == (0, "every bit that must agree agreed")
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--group", "1", 2), ("--steps", "0", 1)])
+def test_what_would_compare_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str, least: int
+) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "grpo.py"))
+    example["main"].__globals__["made"] = lambda _: pytest.fail("it began")
+    monkeypatch.setattr("sys.argv", ["grpo.py", option, value])
+    with pytest.raises(SystemExit) as caught:
+        example["main"]()
+    assert caught.value.code == 2
+    assert f"{option} = {value}: must be at least {least}" in capsys.readouterr().err
+
+
+def test_two_zeros_of_other_signs_differ() -> None:
+    differ = runpy.run_path(str(ROOT / "examples" / "grpo.py"))["differ"]
+    assert differ("zeros", [[0.0, -1.5], [-0.0]], [[-0.0, -1.5], [-0.0]]) == 1
+    assert differ("nothing", [[0.1], []], [[0.1], []]) == 0
