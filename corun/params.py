@@ -299,7 +299,8 @@ def _structured_outputs(field: str, value: Any) -> tuple[str, ...]:
             raise InvalidArgumentError(field, value, limit)
         value = dict([pair]) if pair else {}
         if isinstance(value.get("choice"), str):
-            value = {"choice": _loaded(f"{field}.choice", value["choice"])}
+            choices = _loaded(f"{field}.choice", value["choice"])
+            value = {"choice": choices if isinstance(choices, list) else None}
     given = {name: each for name, each in value.items() if each is not None}
     if not value:
         return ()

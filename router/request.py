@@ -200,6 +200,9 @@ class RequestRunner:
         check_lengths(len(prompt), params.max_tokens, model.max_model_len)
         check_token_ids(prompt, model.vocab_size)
         check_vocabulary(params, model.vocab_size)
+        if params.constraint is not None and not self._registry.contract.computes_with("llguidance"):
+            limit = "must be unset: these decode nodes do not follow constraints, by their contract"
+            raise InvalidArgumentError("sampling_params.structured_outputs", Shown(params.constraint[0]), limit)
         total = len(prompt) + params.max_tokens
         if not self._registry.missing() and not self._registry.could_hold(total):
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"

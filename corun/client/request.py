@@ -208,8 +208,9 @@ def checked_scores(request: pb.ScoreRequest, response: pb.ScoreResponse) -> Scor
 class _Received:
     """The part of one sample that a client has received."""
 
-    def __init__(self, index: int, *, with_token_texts: bool) -> None:
+    def __init__(self, index: int, params_digest: str, *, with_token_texts: bool) -> None:
         self.done = False
+        self._params_digest = params_digest
         self._index = index
         self._name = f"sample {index}"
         self._with_token_texts = with_token_texts
@@ -260,6 +261,8 @@ class _Received:
             "number of tokens": (self._digest.num_tokens, receipt.num_output_tokens),
             "output digest": (self._digest.hexdigest(), receipt.output_digest),
             "tokens digest": (self._digest.tokens_hexdigest(), receipt.tokens_digest),
+            # An older router does not see parameters that it does not know.
+            "parameters' digest": (self._params_digest, receipt.params_digest),
         }
         for name, (found, stated) in facts.items():
             if found != stated:
@@ -279,7 +282,9 @@ class Resumption:
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
         self._logprobs = prepared.params.logprobs
-        self._samples = [_Received(index, with_token_texts=self._logprobs) for index in range(prepared.params.n)]
+        params = prepared.params
+        digest = params.digest()
+        self._samples = [_Received(index, digest, with_token_texts=self._logprobs) for index in range(params.n)]
         self._prompt = tuple(prepared.token_ids)
         self._prompt_digest = prompt_digest(self._prompt)
         self._fingerprint = ""

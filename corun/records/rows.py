@@ -134,10 +134,13 @@ def drop_torn_line(path: Path) -> bool:
 def params_to_dict(params: SamplingParams) -> dict[str, Any]:
     """Return every field of the sampling parameters as plain values for JSON."""
     values: dict[str, Any] = {name: getattr(params, name) for name in _PARAM_FIELDS}
+    del values["structured_outputs"]  # An older version knows only free outputs, and reads them.
+    if params.constraint is not None:
+        kind, text = params.constraint
+        values["structured_outputs"] = {kind: json.loads(text) if kind == "choice" else text}
     return values | {
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
-        "structured_outputs": dict([params.constraint] if params.constraint else ()),
         "logit_bias": {str(token_id): short_fp32(bias) for token_id, bias in params.logit_bias_map.items()},
     }
 

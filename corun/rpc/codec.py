@@ -20,8 +20,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from corun.completion import Prompt, Score, Scores
-from corun.errors import InvalidArgumentError
+from corun.errors import InvalidArgumentError, Shown
 from corun.params import (
+    CONSTRAINTS,
     SamplingParams,
     check_continuations,
     check_request_id,
@@ -184,9 +185,15 @@ def _constraint_to_proto(constraint: tuple[str, str] | None) -> types_pb2.Struct
     return types_pb2.StructuredOutputs(**{kind: value})  # type: ignore[arg-type]
 
 
-def _constraint_from_proto(message: types_pb2.StructuredOutputs) -> dict[str, Any]:
+def _constraint_from_proto(params: types_pb2.SamplingParams) -> dict[str, Any]:
+    if not params.HasField("structured_outputs"):
+        return {}
+    message = params.structured_outputs
     kind = message.WhichOneof("constraint")
-    return {} if kind is None else {kind: message.choice.texts if kind == "choice" else getattr(message, kind)}
+    if kind is None:  # A later version may know more kinds.
+        limit = "must be one of those that this version knows: " + ", ".join(CONSTRAINTS)
+        raise InvalidArgumentError("sampling_params.structured_outputs", Shown("a constraint"), limit)
+    return {kind: message.choice.texts if kind == "choice" else getattr(message, kind)}
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
@@ -206,7 +213,7 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
         stop=message.stop,
         stop_token_ids=message.stop_token_ids,
         logit_bias=message.logit_bias,
-        structured_outputs=_constraint_from_proto(message.structured_outputs),
+        structured_outputs=_constraint_from_proto(message),
     )
 
 

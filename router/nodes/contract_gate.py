@@ -29,6 +29,11 @@ class ClusterContract:
         expected fingerprint."""
         self._pinned: dict[NodeRole, Contract] = {}
 
+    def computes_with(self, library: str) -> bool:
+        """Return whether the decode nodes' contract has the version of a library."""
+        decode = self._pinned.get(NodeRole.DECODE)
+        return decode is not None and any(name.startswith(f"{library} ") for name in decode.model.kernels)
+
     def admit(self, contract: Contract) -> str:
         """Check a node's contract against the cluster's, and pin it if the cluster has none for its role yet.
 

@@ -307,3 +307,11 @@ def test_a_response_has_what_all_of_its_sample_have_and_what_is_new(output: dict
         **output | {"receipt": receipt and codec.receipt_to_proto(receipt)},
     )
     assert not head.token_ids
+
+
+@pytest.mark.parametrize("data", [b"", b"\x2a\x01a"])
+def test_a_constraint_that_is_not_known_is_refused_and_not_left_out(data: bytes) -> None:
+    """A later version may send a kind of its own; field 5 is none of this one's."""
+    message = types_pb2.SamplingParams(structured_outputs=types_pb2.StructuredOutputs.FromString(data))
+    with pytest.raises(InvalidArgumentError, match="structured_outputs"):
+        codec.sampling_params_from_proto(message)

@@ -193,6 +193,13 @@ class TestRefusals:
             assert not retries(fake)
             assert [record for record in caplog.records if record.exc_info] == []
 
+    async def test_a_constraint_that_nodes_would_not_see_is_refused(self, model: str) -> None:
+        """The contract of older nodes does not have what follows constraints. Their outputs would be free."""
+        async with cluster(model) as fake:
+            with pytest.raises(InvalidArgumentError, match="by their contract"):
+                await generate(fake, PROMPT, SamplingParams(structured_outputs={"regex": "a"}))
+            assert fake.nodes[0].engine.prefilled == []
+
     async def test_a_request_that_no_node_has_kv_for_is_refused(self, model: str) -> None:
         async with cluster(model, decodes=0) as fake:
             await fake.add_decode(kv_blocks=2)

@@ -178,3 +178,12 @@ def test_params_survive_json() -> None:
     bias = {5: 0.1, 2: -3}
     params = SamplingParams(temperature=0.3, stop="x", logit_bias=bias, stop_token_ids=[4], n=2, logprobs=True)
     assert params_from_dict(json.loads(json.dumps(params_to_dict(params)))) == params
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"json": {"type": "object"}}, {"regex": "a+"}, {"choice": ["a", 'b"']}, {"grammar": 'root ::= "a"'}]
+)
+def test_constraints_survive_a_row(constraint: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=constraint)
+    assert params_from_dict(json.loads(json.dumps(params_to_dict(params)))) == params
+    assert "structured_outputs" not in params_to_dict(SamplingParams()), "an older version reads free outputs"
