@@ -128,7 +128,8 @@ class TestTheSource:
         async with cluster(model, slots=4, max_attempts=1, **PATIENT) as fake:
             prefill, decode = fake.nodes
             runs = [started(fake, (i, 1), LONG, i) for i in range(5)]
-            await fake.until(lambda: len(decode.service._running) == 5 and not fake.kv.held)
+            leases = member_of(fake, decode).client._leases  # The router must have heard of the reads, too.
+            await fake.until(lambda: [lease.has_kv for lease in leases.values()] == [True] * 5 and not fake.kv.held)
             decode.engine.hanging = True
             await self.leave(fake, prefill, planned=planned)
             seen = looks
