@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -200,10 +201,12 @@ class Up:
 
 def _two_ports() -> int:
     """Return the first of two free ports in a row, because routers count up from it."""
-    first = free_port()
-    while (second := free_port()) != first + 1:
-        first = second
-    return first
+    for _ in range(100):
+        first = free_port()
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", first + 1))
+            return first
+    raise AssertionError("no two free ports in a row")
 
 
 @contextmanager
