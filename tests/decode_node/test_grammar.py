@@ -104,6 +104,24 @@ def test_trials_refuse_what_cannot_be_read_and_go_on(path: Path) -> None:
     asyncio.run(main())
 
 
+def test_samples_that_come_together_have_one_trial(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    async def main() -> None:
+        trials = grammar.Trials(path, VOCAB, [END])
+
+        async def count(kind: str, text: str) -> str:
+            tried.append((kind, text))
+            await asyncio.sleep(0)
+            return ""
+
+        monkeypatch.setattr(trials, "_tried", count)
+        await asyncio.gather(*(trials.check("regex", "a") for _ in range(20)))
+
+    asyncio.run(main())
+    assert tried == [("regex", "a")]
+
+
 def test_waiting_for_other_trials_is_no_fault_of_the_node(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An UnavailableError would take the node from everybody until its next heartbeat."""
     monkeypatch.setattr(grammar, "ANSWER_S", 0.01)
