@@ -113,7 +113,7 @@ class _PromptFile:
     def unfinished(self) -> list[PromptRow]:
         """Return the rows that have no result yet. Raises InvalidArgumentError if the output is that of other rows."""
         output = self._batch.output
-        done = {row.id for _, row, _ in read_finished(self._rows, output)} if output.exists() else set()
+        done = {row.id for _, row, _ in read_finished(self._rows, output) if row} if output.exists() else set()
         return [row for row in self._rows if row.id not in done]
 
     async def answer(self, client: AsyncClient, row: PromptRow, timeout_s: float) -> Answer:

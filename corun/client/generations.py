@@ -16,7 +16,7 @@ from corun.completion import Generation, Sample
 from corun.config.extras import needs_extra
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.receipt import Receipt
-from corun.records.rows import PromptRow, drop_torn_line, located, read_finished, read_results, result_row, to_line
+from corun.records.rows import PromptRow, drop_torn_line, located, read_finished, result_row, to_line
 from corun.records.verification import cases_from_row
 from corun.types import FinishReason
 
@@ -134,9 +134,9 @@ class KeptResults:
         path = Path(path)
         if path.exists():
             for where, row, result in read_finished(rows, path):
-                self.found[row.id] = read_generation(where, result)
-            for where, result in read_results(path, skip_torn=True):  # Those of other prompts count, too.
-                self._check_contract(_fingerprint(where, result))
+                if row is not None:
+                    self.found[row.id] = read_generation(where, result)
+                self._check_contract(_fingerprint(where, result))  # Those of other prompts count, too.
             drop_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 

@@ -92,8 +92,9 @@ def read_results(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, 
         yield where, row
 
 
-def read_finished(rows: Sequence[PromptRow], path: Path) -> Iterator[tuple[str, PromptRow, dict[str, Any]]]:
-    """Yield the rows that have a result in a batch's output, each with the place of its result and with the result.
+def read_finished(rows: Sequence[PromptRow], path: Path) -> Iterator[tuple[str, PromptRow | None, dict[str, Any]]]:
+    """Yield the results of a batch's output, each with its place and the row that it answers; None if it is not among
+    `rows`.
 
     A last line without a line end is skipped. Raises InvalidArgumentError if the output has, under the id of one of the
     rows, the answer to another prompt.
@@ -102,7 +103,7 @@ def read_finished(rows: Sequence[PromptRow], path: Path) -> Iterator[tuple[str, 
     for where, result in read_results(path, skip_torn=True):
         if (row := by_id.get(str(result["id"]))) is not None:
             check_same(row, result, where)
-            yield where, row, result
+        yield where, row, result
 
 
 def check_same(row: PromptRow, result: Mapping[str, Any], where: str) -> None:

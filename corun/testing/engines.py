@@ -211,12 +211,7 @@ class FakePrefillEngine(FakeEngine):
         isolated: bool = False,
     ) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
-        async with self.turn:
-            began = asyncio.get_running_loop().time()
-            await asyncio.sleep(self.delay_s)
-            await self._until_not(lambda: self.hanging)
-        if self.errors:
-            raise self.errors.pop(0)
+        began = await self._computed()
         prompt = tuple(prompt_token_ids)
         self.prefilled.append(prompt)
         if isolated:
@@ -231,12 +226,7 @@ class FakePrefillEngine(FakeEngine):
         self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = ""
     ) -> tuple[TokenScores, float]:
         """See `PrefillEngine.score`. A stopped engine answers when it goes on."""
-        async with self.turn:
-            began = asyncio.get_running_loop().time()
-            await asyncio.sleep(self.delay_s)
-            await self._until_not(lambda: self.hanging)
-        if self.errors:
-            raise self.errors.pop(0)
+        began = await self._computed()
         self.scored.append(tuple(token_ids))
         await self.answer()
         found = expected_scores(token_ids, num_scored)
@@ -244,6 +234,16 @@ class FakePrefillEngine(FakeEngine):
             self.not_finite -= 1
             found = replace(found, logprobs=(math.nan,) * num_scored)
         return found, began
+
+    async def _computed(self) -> float:
+        """Take the time of a prompt, and return when it began. Raises the error that a test has set for it."""
+        async with self.turn:
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(self.delay_s)
+            await self._until_not(lambda: self.hanging)
+        if self.errors:
+            raise self.errors.pop(0)
+        return began
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
         """See `PrefillEngine.recompute`."""
