@@ -89,7 +89,7 @@ class Page:
     async def look(self, path: Path, *, whole: bool = True) -> None:
         """Write a picture of the page as PNG."""
         found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        await asyncio.to_thread(path.write_bytes, base64.b64decode(found["data"]))
 
 
 class Browser:
@@ -127,6 +127,7 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await page.call("Emulation.setEmulatedMedia", features=features)
         await page.call("Emulation.setScriptExecutionDisabled", value=not scripts)
+        await page.call("Emulation.setFocusEmulationEnabled", enabled=True)  # Otherwise only one page has keys.
         return page
 
     async def _read(self) -> None:
@@ -180,7 +181,7 @@ async def _address(file: Path, process: asyncio.subprocess.Process) -> tuple[str
     while True:
         assert process.returncode is None, "Chromium does not start"
         with contextlib.suppress(OSError, ValueError):
-            port, path = file.read_text().split()
+            port, path = (await asyncio.to_thread(file.read_text)).split()
             return port, path
         assert asyncio.get_running_loop().time() < deadline, "Chromium does not listen"
         await asyncio.sleep(0.05)

@@ -98,9 +98,10 @@ DEFINITIONS = {
     "slots": Definition(
         "Slots",
         "A slot is a row of the decode batch; a sample has one from its first token to its last. Reserved: room "
-        "is leased and the prompt is computed or read. Running: it decodes, and its square fills with its tokens. Draining: it decodes on a node that "
-        "will end. A square stays a sample's until its end; the engine's rows may have another order. Samples in "
-        "line have room and no slot yet. Details are shown to the client whose sample it is, and to operators.",
+        "is leased and the prompt is computed or read. Running: it decodes, and its square fills with its tokens. "
+        "Draining: it decodes on a node that will end. A square stays a sample's until its end; the engine's rows "
+        "may have another order. Samples in line have room and no slot yet. Details are shown to the client whose "
+        "sample it is, and to operators.",
         (
             "corun_decode_used_slots",
             "corun_decode_leases",

@@ -89,4 +89,4 @@ async def _read_form(request: web.Request) -> dict[str, str]:
         body += data
         if len(body) > MAX_FORM_BYTES:
             raise web.HTTPRequestEntityTooLarge(MAX_FORM_BYTES, len(body))
-    return dict(parse_qsl(body.decode("ascii", "replace"), max_num_fields=4))
+    return dict(parse_qsl(body.decode("ascii", "replace")))
