@@ -40,6 +40,10 @@ class Page:
     async def call(self, method: str, **params: Any) -> Any:
         return await self._browser.call(method, self._session, **params)
 
+    async def close(self) -> None:
+        """Close the page, so that it takes no time any more."""
+        await self.call("Page.close")
+
     async def open(self, url: str, *, headers: dict[str, str] | None = None) -> None:
         """Load a page, and wait until its scripts have been read."""
         if headers is not None:
@@ -57,7 +61,8 @@ class Page:
         """Wait until an expression is true, and return its value. It may throw until then."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while True:
-            script = f"(() => {{ try {{ return ({condition}); }} catch {{ return null; }} }})()"
+            is_true = f"const found = ({condition}); return found instanceof Node ? true : found;"
+            script = f"(() => {{ try {{ {is_true} }} catch {{ return null; }} }})()"
             with contextlib.suppress(AssertionError):  # A page that is left has no scripts for a moment.
                 if value := await self.evaluate(script):
                     return value

@@ -277,7 +277,7 @@ def _counts(status: ClusterStatus) -> Iterator[Figure]:
         key="finished", value=f"{status.finished_samples:,}", note=f"samples, {status.refused_requests:,} refused"
     )
     yield Figure(key="retries", value=f"{status.sample_retries:,}", note="runs taken over")
-    done = f"{audit.mismatched:,} failed, {audit.waiting:,} to come"
+    done = f"{audit.mismatched:,} failed, {audit.waiting:,} due"
     yield Figure(key="audits", value=f"{audit.matched:,}", note=f"passed, {done}")
     yield Figure(key="mismatches", value=f"{status.mismatches:,}", note="samples with other bits")
 

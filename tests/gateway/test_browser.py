@@ -95,6 +95,7 @@ async def test_slots_by_pointer_and_keyboard(model: str, monkeypatch: pytest.Mon
         assert page.complaints == []
 
 
+@pytest.mark.slow
 async def test_every_number_is_one_step_from_its_definition(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with looking(model, monkeypatch) as (_, http, chromium):
         for scripts in (True, False):
@@ -188,6 +189,7 @@ async def test_it_works_in_every_state_on_every_screen(
                 assert not await page.evaluate(wide), (state, name)
                 assert page.complaints == [], (state, name)
                 await page.look(tmp_path / f"{state}-{name}.png")
+                await page.close()
 
         await look("empty")
         for name in ("p1", "p2"):
