@@ -34,23 +34,25 @@ def samples_of(node: DecodeNode, viewer: Caller, now: float) -> SlotSamples:
     """Return the samples of one node as the viewer may see them. Nobody is told a prompt or an output."""
     leases = list(node.client.leases)
     place(leases, node.info.slots)
-    told = [
-        (index, attempt)
-        for index, lease in enumerate(leases)
-        if isinstance(attempt := lease.sample, Attempt)
-        and (viewer.is_operator or attempt.task.caller.name == viewer.name)
-    ]
+    rows = []
+    for index, lease in enumerate(leases):
+        attempt: Attempt = lease.sample
+        task = attempt.task
+        if viewer.is_operator or task.caller.name == viewer.name:
+            known = task.request_id, task.index, task.seed, attempt.output.position, task.params.max_tokens
+            rows.append((index, *known))
+    told, request_ids, indices, seeds, num_tokens, max_tokens = zip(*rows, strict=True) if rows else ((),) * 6
     return SlotSamples(
-        places=tuple(lease.place or 0 for lease in leases),
-        decoding=tuple(lease.first_row_at is not None for lease in leases),
-        ages_ms=tuple(max(0, round(1000 * (now - lease.granted_at))) for lease in leases),
+        places=tuple([lease.place or 0 for lease in leases]),
+        decoding=tuple([lease.first_row_at is not None for lease in leases]),
+        ages_ms=tuple([max(0, int(1000 * (now - lease.granted_at))) for lease in leases]),
         others=node.room.foreign_leases,
-        told=tuple(index for index, _ in told),
-        request_ids=tuple(attempt.task.request_id for _, attempt in told),
-        sample_indices=tuple(attempt.task.index for _, attempt in told),
-        seeds=tuple(attempt.task.seed for _, attempt in told),
-        num_tokens=tuple(attempt.output.position for _, attempt in told),
-        max_tokens=tuple(attempt.task.params.max_tokens for _, attempt in told),
+        told=told,
+        request_ids=request_ids,
+        sample_indices=indices,
+        seeds=seeds,
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
     )
 
 
