@@ -6,6 +6,7 @@ This module must not know how the state is asked for, or what the page looks lik
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import parse_qsl
@@ -20,18 +21,26 @@ from corun.gateway.errors import STATUSES
 from corun.gateway.failures import event_of, typed
 from corun.gateway.pages import Pages
 from corun.gateway.streams import EventStream
-from corun.gateway.view import SLOT_STATES, View, waiting
+from corun.gateway.view import EMPTY, SLOT_STATES, View, waiting
 from corun.gateway.watch import Watch
 
 MAX_FORM_BYTES = 2048
 """The most bytes of the form with a token, which has at most 512 characters."""
+
+KINDS = {letter: "none" if letter == EMPTY else letter for letter in SLOT_STATES}
+"""The class of a slot's square in the page."""
+MAX_PAGES = 16
+"""The most pages that are kept."""
 
 
 class Live:
     """Answers for the live page."""
 
     def __init__(self, config: GatewayConfig, clients: Clients, pages: Pages) -> None:
-        self.watch = Watch(clients, config.max_tokens_kept)
+        self.watch = Watch(clients)
+        self._newest: OrderedDict[tuple[str, bool], tuple[View, str]] = OrderedDict()
+        """The newest pages, by token and whether it was in a form. To write one of 1000 slots takes about 6 ms, so it
+        is written once for a view, however often it is asked for."""
         self._timeout_s = config.client_timeout_s
         self._pages = pages
 
@@ -65,17 +74,26 @@ class Live:
     async def _page(self, token: str, *, posted: bool = False) -> web.Response:
         """Return the page. posted: the token was in a form, so a browser that loads the page again loses it."""
         try:
-            return self._render(await self.watch.view(token), refresh=not posted)
+            view = await self.watch.view(token)
         except UnauthenticatedError:
             why = "The routers do not know this token." if token or posted else ""
             return self._render(waiting("A token is needed."), status=401, refused=True, why=why)
         except CorunError as error:
             return self._render(waiting(str(error), "bad"), status=STATUSES[error.code][0])
+        key = token, posted
+        if (known := self._newest.get(key)) is not None and known[0] is view:
+            return self._pages.response(known[1])
+        answer = self._render(view, refresh=not posted)
+        self._newest[key] = view, str(answer.text)
+        self._newest.move_to_end(key)
+        if len(self._newest) > MAX_PAGES:
+            self._newest.popitem(last=False)
+        return answer
 
     def _render(
         self, view: View, *, status: int = 200, refresh: bool = False, refused: bool = False, why: str = ""
     ) -> web.Response:
-        values: dict[str, Any] = {"view": view, "definitions": DEFINITIONS, "slot_states": SLOT_STATES}
+        values: dict[str, Any] = {"view": view, "definitions": DEFINITIONS, "slot_states": SLOT_STATES, "kinds": KINDS}
         values |= {"refresh": refresh, "refused": refused, "why": why}
         return self._pages.render("index.html", status=status, here="live", **values)
 

@@ -41,10 +41,13 @@ class Pages:
 
     def render(self, name: str, *, status: int = 200, connect: str = "'self'", **values: Any) -> web.Response:
         """Return the page of a template. connect: where its scripts may connect to, as the policy writes it."""
+        return self.response(self._templates.get_template(name).render(values), status=status, connect=connect)
+
+    def response(self, text: str, *, status: int = 200, connect: str = "'self'") -> web.Response:
+        """Return a page that was rendered before."""
         headers = {**HEADERS, "Cache-Control": "no-store", "Content-Security-Policy": POLICY.format(connect=connect)}
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        text = self._templates.get_template(name).render(values)
         return web.Response(text=text, content_type="text/html", status=status, headers=headers)
 
     async def file(self, request: web.Request) -> web.Response:

@@ -102,15 +102,19 @@ class Card:
         return [self.cells[start : start + self.columns] for start in range(0, self.slots, self.columns)]
 
     def table(self) -> Iterator[tuple[str, ...]]:
-        """Yield the samples in words: place, state, request, tokens, seed, age. What is not told is empty."""
+        """Yield the samples of which more is told, in words: place, state, request, tokens, seed, age."""
         for place, age_ms, *told in sorted(self.samples, key=lambda sample: int(sample[0])):
-            where = str(place) if place < self.slots else f"line {place - self.slots}"
-            state = SLOT_STATES[self.cells[place]] if place < self.slots else "in line"
-            request, tokens, seed = "", "", ""
             if told:
+                where = str(place) if place < self.slots else f"line {place - self.slots}"
+                state = SLOT_STATES[self.cells[place]] if place < self.slots else "in line"
                 name, index, seed, drawn, most = told
-                request, tokens = f"{name} #{index}" if index else name, f"{drawn} of {most}"
-            yield where, state, request, tokens, seed, f"{age_ms / 1000:.1f} s"
+                request = f"{name} #{index}" if index else name
+                yield where, state, request, f"{drawn} of {most}", seed, f"{age_ms / 1000:.1f} s"
+
+    @property
+    def untold(self) -> int:
+        """The number of samples of which the client may not know more."""
+        return sum(len(sample) == 2 for sample in self.samples)
 
     def text(self, key: str) -> str:
         """Return a figure's value; empty if the node does not have it."""

@@ -30,6 +30,8 @@ FIRST_S = 2.0
 MAX_WATCHERS = 256
 MAX_WATCHERS_OF_TOKEN = 64
 """The most who may watch at a time: of all tokens, and with one of them. Those without a token cannot be told apart."""
+MAX_TOKENS = 64
+"""The most tokens with which routers are asked at a time. Each takes the gateway some milliseconds a second."""
 RETRY_S = 5.0
 
 
@@ -99,9 +101,8 @@ class _Source:
 class Watch:
     """All who watch the cluster through one gateway."""
 
-    def __init__(self, clients: Clients, max_tokens: int) -> None:
+    def __init__(self, clients: Clients) -> None:
         self._clients = clients
-        self._max_tokens = max_tokens
         self._sources: dict[str, _Source] = {}
         self._watchers: Counter[str] = Counter()
         self._ended: CorunError | None = None
@@ -149,7 +150,7 @@ class Watch:
         if source is None:
             if self._ended is not None:
                 raise self._ended
-            if len(self._sources) >= self._max_tokens:
+            if len(self._sources) >= MAX_TOKENS:
                 raise OverloadedError(f"{len(self._sources)} different tokens watch the cluster", RETRY_S)
             source = self._sources[token] = _Source(token, self._clients)
             source.task.add_done_callback(lambda _: self._sources.pop(token, None))

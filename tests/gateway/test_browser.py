@@ -208,6 +208,7 @@ async def test_it_works_in_every_state_on_every_screen(
         await page.until("document.querySelector('.top .pill').innerText.includes('not connected')")
 
 
+@pytest.mark.slow
 async def test_colours_can_be_chosen(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with looking(model, monkeypatch) as (_, http, chromium):
         page = await opened(chromium, http, scheme="dark")

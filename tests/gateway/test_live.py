@@ -18,6 +18,7 @@ from corun.errors import OverloadedError
 from corun.gateway import watch
 from corun.gateway.app import Gateway
 from corun.gateway.config import GatewayConfig
+from corun.gateway.pages import Pages
 from corun.params import SamplingParams
 from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
@@ -111,6 +112,24 @@ async def test_it_is_readable_without_scripts(model: str) -> None:
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert "[1, 2, 3]" not in text
+
+
+async def test_a_page_is_written_once_for_a_view(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To write it takes the gateway longer than all else, and anybody may ask for it."""
+    written = []
+    render = Pages.render
+
+    def noting(self: Pages, name: str, **values: Any) -> Any:
+        written.append(name)
+        return render(self, name, **values)
+
+    monkeypatch.setattr(Pages, "render", noting)
+    monkeypatch.setattr(watch, "INTERVAL_S", 3600.0)
+    async with cluster(model) as fake, serving(fake) as http:
+        pages = {(await page(http))[:2] for _ in range(5)}
+        assert (len(pages), len(written)) == (1, 1)
+        assert (await page(http, "", form=True))[1] not in pages, "it does not load itself again"
+        assert len(written) == 2
 
 
 async def test_names_from_outside_are_text(model: str) -> None:
@@ -260,10 +279,11 @@ async def test_a_gateway_that_ends_says_so(model: str) -> None:
             await http.gateway.live.watch.view("")
 
 
-async def test_too_many_tokens(model: str, tmp_path: Path) -> None:
+async def test_too_many_tokens(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = with_tokens(tmp_path, "ops operator", "alice", "bob")
     guarded = cluster(model, client=Access(token=OPERATOR), **settings)
-    async with guarded as fake, serving(fake, max_tokens_kept=1) as http:
+    monkeypatch.setattr(watch, "MAX_TOKENS", 1)
+    async with guarded as fake, serving(fake) as http:
         assert (await page(http, ALICE))[0] == 200
         with pytest.raises(OverloadedError, match="1 different tokens"):
             await http.gateway.live.watch.view(BOB)

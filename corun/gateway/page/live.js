@@ -167,28 +167,37 @@ function showSlots(key, { cells, line, samples }) {
     places.dataset.shown = line;
     places.replaceChildren(...[...line].map((letter) => Object.assign(document.createElement("i"), { className: `c ${letter}` })));
   }
-  if (card.querySelector("details").open) showTable(card, known, line);
+  if (card.querySelector("details").open) showTable(card, known);
 }
 
 /** Write the table of a node's samples. It is open, or about to be. */
-function showTable(card, known, line = "") {
-  const rows = [...known.samples.values()].sort((a, b) => a[0] - b[0]);
+function showTable(card, known) {
+  const all = [...known.samples.values()];
+  const rows = all.filter((row) => row.length > 2).sort((a, b) => a[0] - b[0]);
+  const untold = all.length - rows.length;
   const body = card.querySelector("tbody:not(.grid tbody)");
   body.replaceChildren(
     ...rows.map((row) => {
       const [place, age, request, index, seed, drawn, most] = row;
       const slots = known.places.length;
       const state = place < slots ? STATES[known.cells[place]] : "in line";
-      const told = request === undefined ? ["", "", ""] : [sampleName(request, index), `${drawn} of ${most}`, seed];
-      return rowOf([place < slots ? place : `line ${place - slots}`, state, ...told, seconds(age)]);
+      const where = place < slots ? place : `line ${place - slots}`;
+      return rowOf([where, state, sampleName(request, index), `${drawn} of ${most}`, seed, seconds(age)]);
     }),
-    ...(rows.length ? [] : [rowOf(["none"])]),
+    ...(untold || !rows.length ? [wideRow(untold ? `${untold} of other clients` : "none")] : []),
   );
 }
 
 function rowOf(cells) {
   const row = document.createElement("tr");
   row.append(...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
+  return row;
+}
+
+function wideRow(text) {
+  const row = rowOf([text]);
+  row.firstChild.colSpan = 6;
+  row.firstChild.className = "dim";
   return row;
 }
 
