@@ -36,9 +36,9 @@ DEFINITIONS = {
     "ttft": Definition(
         "TTFT",
         "Time to first token: from a request's arrival at this router to its sample's first token, waiting for a "
-        "slot and for other prompts included. The median and the 99th percentile of the samples whose first token "
-        f"came in the last {WINDOW_S} seconds, or of all since the router started if there were none. They are "
-        "read from a histogram, so they are as exact as its intervals.",
+        "slot and for other prompts included. The median and the 99th percentile of the samples that ended in "
+        f"the last {WINDOW_S} seconds, or of all since the router started if there were none. They are read from a "
+        "histogram, so they are as exact as its intervals.",
         ("corun_router_time_to_first_token_seconds",),
     ),
     "tpot": Definition(
