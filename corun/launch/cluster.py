@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -85,6 +86,8 @@ class Cluster:
         self._gateways: dict[str, Supervisor] = {}
         """The gateway of each pool that has one. It runs on this machine, as a child of this process."""
         self._nodes_ever: set[ProcessSpec] = set()
+        self._wake = threading.Event()
+        """Set when the next look at the processes must not wait."""
         self._scaling = ""  # The change that the user was told about and that is not done yet.
         # A restarted router must derive the same seeds, so that clients can continue their requests.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
@@ -124,7 +127,7 @@ class Cluster:
         for pool in self._pools.values():
             if http := pool.spec.http():
                 name = f"{pool.spec.name}.{GATEWAY}" if len(self._pools) > 1 else GATEWAY
-                pool.kills = Kills() if http.allow_kills else None
+                pool.kills = Kills(self._wake) if http.allow_kills else None
                 argv = gateway_command(pool.spec, http, pool.addresses, pool.kills.path if pool.kills else "")
                 pool.gateway = name
                 self._gateways[name] = Supervisor(name, argv, self._logs / f"{name}.log")
@@ -155,7 +158,8 @@ class Cluster:
                     self._answer_kills(pool)
                 self._tell_start(statuses)
                 self._scale(control.report(self._scale_status(statuses)))
-                time.sleep(_POLL_S)
+                self._wake.wait(_POLL_S)
+                self._wake.clear()
 
     @property
     def _is_ready(self) -> bool:

@@ -1,9 +1,8 @@
 """Kills of nodes that clients ask for: how a pool's gateway reaches the `corun up` that keeps the nodes running.
 
 This module owns the Unix socket between the two and the rules for who may be killed when. One line of JSON goes each
-way. The question is `{"kill": NODE}`, or `{}` to learn what could be killed. The answer is `{"nodes": [NODE, ...],
-"refused": WHY, "killed": NODE}`; an empty text means that nothing was refused or killed. This module must not know how
-a process is killed.
+way. The question is `{"kill": NODE}`, or `{}` to learn whether a node could be killed. The answer is `{"refused":
+WHY}`, where an empty text means that nothing was refused. This module must not know how a process is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +30,18 @@ _READ_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What is answered to a question."""
-
-    nodes: Sequence[str] = ()
-    """The nodes that may be killed at times: all of the pool that decode."""
-    refused: str = ""
-    """Why no node can be killed now, or why the wanted one was not."""
-    killed: str = ""
-    """The node that was killed."""
-
-
 class Kills:
-    """Takes questions on a Unix socket, from when it is made until `close`. Only this user can open the socket."""
+    """Takes questions on a Unix socket, from when it is made until `close`. Only this user can open the socket.
 
-    def __init__(self) -> None:
+    wake: is set when a node is to be killed, so that `answer` is called soon.
+    """
+
+    def __init__(self, wake: threading.Event) -> None:
+        self._wake = wake
         # The directory is under /tmp, since a socket's path must be short. Only its owner may enter it.
         self._directory = Path(tempfile.mkdtemp(prefix="corun-kills-", dir="/tmp"))
         self.path = self._directory / "socket"
-        self._asked: queue.SimpleQueue[tuple[str, Future[Answer]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
         self._killed_at = -BETWEEN_S
         self._server = _Server(str(self.path), self._ask)
         threading.Thread(target=self._server.serve_forever, name="kills", daemon=True).start()
@@ -72,8 +62,7 @@ class Kills:
             if node and not refused:
                 kill(node)
                 self._killed_at = time.monotonic()
-            killed = "" if refused else node
-            answered.set_result(Answer(nodes=nodes, refused=refused, killed=killed))
+            answered.set_result(refused)
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -81,9 +70,12 @@ class Kills:
         self._server.server_close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _ask(self, node: str) -> Answer:
-        answered: Future[Answer] = Future()
+    def _ask(self, node: str) -> str:
+        """Return why the node cannot be killed; empty if it was, or if none was named and one can be."""
+        answered: Future[str] = Future()
         self._asked.put((node, answered))
+        if node:
+            self._wake.set()
         return answered.result(_ANSWER_TIMEOUT_S)
 
 
@@ -112,7 +104,7 @@ def refusal(node: str, nodes: Sequence[str], used: Sequence[Collection[str]], le
 class _Server(socketserver.UnixStreamServer):
     """Takes one question after the other."""
 
-    def __init__(self, path: str, ask: Callable[[str], Answer]) -> None:
+    def __init__(self, path: str, ask: Callable[[str], str]) -> None:
         super().__init__(path, _Handler)
         self.ask = ask
 
@@ -127,13 +119,13 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         question = self.rfile.readline(_LINE_BYTES)
         try:
-            answer = self.server.ask(_read(question))
+            refused = self.server.ask(_read(question))
         except InvalidArgumentError as error:
-            answer = Answer(refused=str(error))
+            refused = str(error)
         except LateError:
-            answer = Answer(refused="corun up is busy")
+            refused = "corun up is busy"
         with suppress(OSError):
-            self.wfile.write(json.dumps(asdict(answer)).encode() + b"\n")
+            self.wfile.write(json.dumps({"refused": refused}).encode() + b"\n")
 
 
 def _read(question: bytes) -> str:
