@@ -21,6 +21,8 @@ from corun.params import check_request_id
 
 LOOPBACK = ("http://127.0.0.1:*", "http://localhost:*")
 """The servers that the page may always call, as its policy writes them: those on the viewer's own machine."""
+EXAMPLE = "http://127.0.0.1:8001/v1"
+"""The address that the page shows as an example of another server."""
 _BODY_BYTES = 4096
 
 
@@ -43,6 +45,7 @@ class Playground:
             url=str(request.url.origin()),
             origins=self._origins,
             denied=self._kills.denied,
+            example=EXAMPLE,
         )
 
     async def get_kill(self, request: web.Request) -> web.Response:

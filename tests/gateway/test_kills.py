@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 
 from corun.gateway import kills as gateway_kills
 from tests.clusters import FakeCluster, cluster
-from tests.gateway.serving import joined, serving, with_tokens
+from tests.gateway.serving import joined, serving
+from tests.secrets import Secrets
 
 LONG = {"prompt": [1, 2], "max_tokens": 300, "seed": 1, "request_id": "mine", "logprobs": 0}
 
@@ -134,14 +135,15 @@ async def test_tries_are_rare(model: str, tmp_path: Path) -> None:
 
 
 async def test_a_client_cannot_reach_the_request_of_another(model: str, tmp_path: Path) -> None:
-    async with with_tokens(model, tmp_path / "secrets", allow_kills=True, supervisor=str(tmp_path / "x")) as made:
-        fake, http, secrets = made
-        assert (await answered(http))[0] == 401
-        assert (await http.get("/playground/kill"))[0] == 401
-        mine, other = ({"Authorization": f"Bearer {secrets.token(name)}"} for name in ("client", "other"))
-        running = asyncio.ensure_future(http.post({**LONG, "stream": True}, headers=mine))
+    secrets = Secrets.make(tmp_path)
+    other = "another-client-token"
+    clients = tmp_path / "clients.tokens"
+    clients.write_text(f"{clients.read_text()}other: {other}\n")
+    own = {"tls_ca": secrets.path("ca.pem"), "allow_kills": True, "supervisor": str(tmp_path / "nothing")}
+    async with cluster(model, client=secrets.client, **secrets.settings) as fake, serving(fake, **own) as http:
+        assert (await answered(http))[0] == (await http.get("/playground/kill"))[0] == 401
+        headers = {"Authorization": f"Bearer {secrets.token('client')}"}
+        running = asyncio.ensure_future(http.post({**LONG, "stream": True}, headers=headers))
         await drawing(fake)
-        assert (await answered(http, headers=other))[0] == 404
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+        assert (await answered(http, headers={"Authorization": f"Bearer {other}"}))[0] == 404
+        assert (await running)[0] == 200
