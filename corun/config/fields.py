@@ -136,9 +136,13 @@ def _check_seed_key(name: str, seed_key: str) -> None:
         raise InvalidArgumentError(name, Shown(f"{len(seed_key)} characters"), "must be up to 64 bytes in hexadecimal")
 
 
+ORIGIN = re.compile(r"https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
+"""The address of an HTTP server without a path. No such text means anything to a browser's policy or to a shell."""
+
+
 def _check_origins(name: str, origins: str) -> None:
     for origin in filter(None, origins.split(",")):
-        if not re.fullmatch(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:\d{1,5})?", origin):
+        if not ORIGIN.fullmatch(origin):
             raise InvalidArgumentError(name, origin, "must be scheme://host:port of an http or https server, no path")
 
 

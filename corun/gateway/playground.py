@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from corun.config.fields import ORIGIN
 from corun.errors import InvalidArgumentError
 from corun.gateway.activity import Prompts
 from corun.gateway.bodies import Limits, read_body
@@ -23,6 +24,8 @@ LOOPBACK = ("http://127.0.0.1:*", "http://localhost:*")
 """The servers that the page may always call, as its policy writes them: those on the viewer's own machine."""
 EXAMPLE = "http://127.0.0.1:8001/v1"
 """The address that the page shows as an example of another server."""
+UNKNOWN = "http://HOST:PORT"
+"""What the page's commands have where a client names no usable host."""
 _BODY_BYTES = 4096
 
 
@@ -39,10 +42,11 @@ class Playground:
 
     async def page(self, request: web.Request) -> web.Response:
         """Answer with the page. It has no secret, so it needs no token and no cluster; its calls do."""
+        url = f"{request.scheme}://{request.host}"
         return self._pages.render(
             "playground.html",
             connect=" ".join(("'self'", *LOOPBACK, *self._origins)),
-            url=str(request.url.origin()),
+            url=url if ORIGIN.fullmatch(url) else UNKNOWN,  # Readers give it to a shell.
             origins=self._origins,
             denied=self._kills.denied,
             example=EXAMPLE,

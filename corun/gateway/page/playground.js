@@ -101,7 +101,7 @@ async function lookAtKill() {
   try {
     refused = await killRefused();
   } catch (error) {
-    refused = error.message;
+    refused = error.status === 401 ? null : error.message; // Without a token there is no sense in asking again.
   }
   showKill();
 }
