@@ -91,6 +91,8 @@ class Up:
     http: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
     """Port of a gateway, which serves OpenAI's HTTP API and a live page to this machine; 0 picks a free one; without it
     there is none. A cluster.toml says more: [pools.NAME.gateway]."""
+    allow_kills: bool = False
+    """Let clients of the gateway kill decode nodes in its playground, to watch their streams go on."""
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Running Ray cluster to place the processes on; by default one is started here and ends with the command."""
     log_dir: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
@@ -132,11 +134,15 @@ class Up:
         """Return the spec of the cluster. Raises InvalidArgumentError for an invalid file, or flags beside a file."""
         names = dict.fromkeys(["http", *NODES, *(name for part in SETTINGS.values() for name in part)])
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.allow_kills:
+            given["allow_kills"] = True
         security = {known.name: value for known in fields(Security) if (value := getattr(self.security, known.name))}
         if self.file is not None:
             for name, value in {**given, **security}.items():
                 raise InvalidArgumentError(name, value, f"must be left out: {self.file} says it")
             return read(self.file)
+        if self.allow_kills and self.http is None:
+            raise InvalidArgumentError("allow_kills", True, "needs http: the playground is a page of the gateway")
         given, security = (
             {name: absolute(name, value, Path.cwd()) for name, value in values.items()} for values in (given, security)
         )
@@ -147,7 +153,7 @@ class Up:
             common={"model": TINY, **tables.pop("common")},
             **tables,
             replicas={role: given[role] for role in NODES if role in given},
-            gateway={"port": given["http"]} if "http" in given else None,
+            gateway={"port": given["http"], "allow_kills": self.allow_kills} if "http" in given else None,
             security=Security(**security),
         )
         return ClusterSpec(pools=(pool,))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import ipaddress
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -135,6 +136,16 @@ def _check_seed_key(name: str, seed_key: str) -> None:
         raise InvalidArgumentError(name, Shown(f"{len(seed_key)} characters"), "must be up to 64 bytes in hexadecimal")
 
 
+ORIGIN = re.compile(r"https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
+"""The address of an HTTP server without a path. No such text means anything to a browser's policy or to a shell."""
+
+
+def _check_origins(name: str, origins: str) -> None:
+    for origin in filter(None, origins.split(",")):
+        if not ORIGIN.fullmatch(origin):
+            raise InvalidArgumentError(name, origin, "must be scheme://host:port of an http or https server, no path")
+
+
 NOT_EMPTY = checked(_check_not_empty)
 PORT = integer(0, 65535)
 COUNT = integer(1, 2**32 - 1)
@@ -211,6 +222,12 @@ class HttpConfig(Settings):
     """PEM file of the certificate to show to HTTP clients; turns TLS on for them."""
     https_key: str = field(default="", metadata=PATH)
     """PEM file of its private key."""
+    allow_kills: bool = False
+    """Let clients kill decode nodes in the playground, to watch their streams go on. Every client of the gateway may;
+    only `corun up`, which starts the node again, can do it."""
+    foreign_origins: str = field(default="", metadata=checked(_check_origins))
+    """Servers of OpenAI's API that the playground's page may call, with commas in between, as in
+    https://vllm.example.org:8001. The viewer's browser calls them; those on its own machine it may always."""
 
     @property
     def https(self) -> TlsConfig | None:

@@ -24,6 +24,7 @@ from corun.gateway.config import GatewayConfig
 from corun.gateway.failures import plain_response, translated
 from corun.gateway.live import Live
 from corun.gateway.pages import Pages
+from corun.gateway.playground import Playground
 from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 
@@ -49,12 +50,14 @@ class Gateway:
         self._started_at = int(time.time())
         self.pages = Pages()
         self.live = Live(config, self.clients, self.pages)
+        playground = Playground(config, self.pages, self.clients, self._catalog, self.activity)
         app = web.Application(middlewares=[self._heard, translated])
         for path, handler in (
             ("/v1/completions", completions.post),
             ("/v1/chat/completions", completions.post_chat),
             ("/tokenize", completions.tokenize),
             ("/detokenize", completions.detokenize),
+            ("/playground/kill", playground.post_kill),
         ):
             app.router.add_post(path, handler, expect_handler=when_read)
         app.router.add_get("/v1/models", self._models)
@@ -65,6 +68,8 @@ class Gateway:
         app.router.add_get("/", self.live.get)
         app.router.add_post("/", self.live.post)
         app.router.add_get("/live", self.live.stream, allow_head=False)
+        app.router.add_get("/playground", playground.page)
+        app.router.add_get("/playground/kill", playground.get_kill)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # A request ends when its client is gone.

@@ -46,6 +46,8 @@ class GatewayConfig(HttpConfig):
     this one."""
     served_name: str = ""
     """Name of the model that clients see and ask for; empty: its id on the hub, or the name of its directory."""
+    supervisor: str = ""
+    """Unix socket of the corun up that keeps the nodes running, which gives it to its gateways; for `allow_kills`."""
     max_requests: int = field(default=4096, metadata=integer(1, 2**20))
     """Prompts in progress at once; more are refused with a retry delay."""
     chat_max_tokens: int = field(default=4096, metadata=integer(1, 2**31 - 2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,6 +23,7 @@ from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
 from corun.launch.control import Control, ScaleStatus, in_words, noted
 from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order
+from corun.launch.kills import Kills
 from corun.launch.members import (
     LOOPBACK,
     MODULES,
@@ -55,6 +57,8 @@ class _Pool:
     """True once every router had all wanted nodes of the pool in use. It stays true."""
     gateway: str = ""
     """The name of its gateway; empty if it has none."""
+    kills: Kills | None = None
+    """What takes kills of its nodes from the gateway; None: clients may kill none."""
     in_use: tuple[set[str], ...] = ()
     """For each router that answered the last question, the names of the nodes that it uses."""
 
@@ -82,6 +86,8 @@ class Cluster:
         self._gateways: dict[str, Supervisor] = {}
         """The gateway of each pool that has one. It runs on this machine, as a child of this process."""
         self._nodes_ever: set[ProcessSpec] = set()
+        self._wake = threading.Event()
+        """Set when the next look at the processes must not wait."""
         self._scaling = ""  # The change that the user was told about and that is not done yet.
         # A restarted router must derive the same seeds, so that clients can continue their requests.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
@@ -121,7 +127,8 @@ class Cluster:
         for pool in self._pools.values():
             if http := pool.spec.http():
                 name = f"{pool.spec.name}.{GATEWAY}" if len(self._pools) > 1 else GATEWAY
-                argv = gateway_command(pool.spec, http, pool.addresses)
+                pool.kills = Kills(self._wake) if http.allow_kills else None
+                argv = gateway_command(pool.spec, http, pool.addresses, pool.kills.path if pool.kills else "")
                 pool.gateway = name
                 self._gateways[name] = Supervisor(name, argv, self._logs / f"{name}.log")
 
@@ -148,9 +155,11 @@ class Cluster:
                 self._tell_gateways()
                 for pool, heard in answers:
                     self._hear(pool, heard)
+                    self._answer_kills(pool)
                 self._tell_start(statuses)
                 self._scale(control.report(self._scale_status(statuses)))
-                time.sleep(_POLL_S)
+                self._wake.wait(_POLL_S)
+                self._wake.clear()
 
     @property
     def _is_ready(self) -> bool:
@@ -266,6 +275,19 @@ class Cluster:
             commands = "\n".join(f"  {command}" for command in next_steps(pool.spec, pool.addresses[0]))
             self._say(f"try, in another terminal:\n{commands}")
 
+    def _answer_kills(self, pool: _Pool) -> None:
+        """Kill the node that a client of the pool's gateway wants to see killed, if it may be killed now."""
+        if pool.kills is None:
+            return
+        wanted = members(self._spec)
+        nodes = {m.node_ids[-1]: m for m in wanted if m.pool == pool.spec.name and "decode" in SIDES[m.role]}
+
+        def kill(node: str) -> None:
+            self._say(f"killing {nodes[node].name}: a client of the gateway asked for it")
+            self._fleet.kill(nodes[node])
+
+        pool.kills.answer(tuple(nodes), pool.in_use, kill)
+
     def _scale_status(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> ScaleStatus:
         """Return how far the nodes are from what is wanted. Tell the user when a change is done."""
         wanted = {member for member in members(self._spec) if not member.is_router}
@@ -314,6 +336,8 @@ class Cluster:
         """Stop the gateways and the routers, which drain, and then the nodes. A second stop signal kills what is still
         running."""
         self._stop_gateways(signals)
+        for kills in (pool.kills for pool in self._pools.values() if pool.kills):
+            kills.close()
         for is_router in (True, False):
             ending = [member for member in self._fleet.running if member.is_router is is_router]
             asked = 0

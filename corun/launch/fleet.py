@@ -78,6 +78,9 @@ class _Actor:
     def stop(self) -> None:
         self._supervisor.stop()
 
+    def kill(self) -> None:
+        self._supervisor.kill()
+
 
 @dataclass(eq=False, slots=True)
 class _Placed:
@@ -183,6 +186,10 @@ class Fleet:
             # An older status does not tell whether the process has ended, so ask again.
             placed.question = placed.actor.status.remote()
             placed.gone_at = placed.gone_at or time.monotonic() + placed.order.grace_s + _LATE_S
+
+    def kill(self, member: ProcessSpec) -> None:
+        """Kill a process, which its supervisor then starts again."""
+        self._placed[member].actor.kill.remote()
 
     def forget_ended(self) -> list[ProcessSpec]:
         """Release the processes that ended after they were asked to, and the routers whose machine is gone. Return

@@ -88,8 +88,9 @@ def command(
     return [sys.executable, "-m", modules[member.role], *words, *(["--router", *routers] if routers else [])]
 
 
-def gateway_command(pool: PoolSpec, http: HttpConfig, routers: Sequence[str]) -> list[str]:
-    """Return the command line of the pool's gateway. routers: the host:port of each router."""
+def gateway_command(pool: PoolSpec, http: HttpConfig, routers: Sequence[str], supervisor: str | Path = "") -> list[str]:
+    """Return the command line of the pool's gateway. routers: the host:port of each router. supervisor: the path of the
+    Unix socket that takes kills of nodes; empty: there is none."""
     security = pool.security
     flags = {
         "router": ",".join(routers),
@@ -97,6 +98,8 @@ def gateway_command(pool: PoolSpec, http: HttpConfig, routers: Sequence[str]) ->
         "port": http.port,
         "https_cert": http.https_cert,
         "https_key": http.https_key,
+        "foreign_origins": http.foreign_origins,
+        "supervisor": supervisor,
         "tls_ca": security.tls_ca,
         "tls_name": security.tls_name,
         "tls_cert": security.tls_cert if security.tls_clients else "",
@@ -104,7 +107,8 @@ def gateway_command(pool: PoolSpec, http: HttpConfig, routers: Sequence[str]) ->
         "token_file": security.cluster_token_file,
     }
     words = [word for name, value in flags.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
-    return [sys.executable, "-m", "corun", GATEWAY, *words, *(["--insecure"] if security.insecure else [])]
+    switches = {"--insecure": security.insecure, "--allow-kills": http.allow_kills}
+    return [sys.executable, "-m", "corun", GATEWAY, *words, *(name for name, is_on in switches.items() if is_on)]
 
 
 def gateway_url(http: HttpConfig) -> str:

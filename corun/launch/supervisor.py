@@ -101,6 +101,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._status = ProcessStatus(name=name, state=ProcessState.WAITING)
         self._stopping = threading.Event()
+        self._is_killed = False  # Whether `kill` ended the current process.
         self._process: subprocess.Popen[bytes] | None = None
         # The parent-death signal is tied to the thread that made the child, so one thread makes every child.
         threading.Thread(target=self._keep_running, name=f"supervise-{name}", daemon=True).start()
@@ -123,6 +124,19 @@ class Supervisor:
                     # Two signals of one kind may arrive as one, so the second is of another kind.
                     self._process.send_signal(signal.SIGINT)
 
+    def kill(self) -> bool:
+        """Kill the process, as `kill -9` does. It is started again. Return False if none is running.
+
+        This death says nothing about the process, so it does not count towards giving the process up.
+        """
+        with self._lock:
+            commands = () if self._process is None else processes.children(self._process.pid)
+            for pid in commands:  # The guard stays, and ends what the process leaves behind.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self._is_killed = True
+            return self._is_killed
+
     def _keep_running(self) -> None:
         quick_deaths = 0
         while (process := self._start()) is not None:
@@ -132,8 +146,10 @@ class Supervisor:
                 break
             lived_s = time.monotonic() - started
             quick_deaths = quick_deaths + 1 if lived_s < self._policy.settled_s else 1
-            is_hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
             cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
+            if self._is_killed:
+                quick_deaths, cause = 0, "killed on request"
+            is_hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
             self._status = replace(
                 self._status,
                 state=ProcessState.FAILED if is_hopeless else ProcessState.WAITING,
@@ -151,6 +167,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return None
             self._log_start = log.seek(0, os.SEEK_END)  # Taken before the process writes.
+            self._is_killed = False
             self._process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,

@@ -194,3 +194,15 @@ def test_nothing_outlives_a_killed_guard(log: Path) -> None:
     assert supervisor.status().detail.startswith("killed by signal 9")
     wait_for(lambda: not alive(first_pid(log)), "ended")
     end(supervisor)
+
+
+def test_deaths_on_request_do_not_count(log: Path) -> None:
+    """Somebody who watches kills of a node may ask for many of them."""
+    supervisor = supervise(log, f"import subprocess; subprocess.Popen(['sleep', '60']); {SLEEP}", "up")
+    for deaths in range(1, 2 + QUICK.max_quick_deaths):
+        assert supervisor.kill()
+        wait_for(lambda deaths=deaths: written(log).count("up") == deaths + 1, "started again")  # type: ignore[misc]
+        assert supervisor.status().deaths == deaths
+        assert re.match(r"killed on request after \d+ s", supervisor.status().detail)
+    end(supervisor)
+    assert not supervisor.kill()

@@ -14,6 +14,7 @@ import pytest
 from corun.cli import main, models, up
 from corun.cli.up import Up
 from corun.config.cluster_file import CONFIGS, Security, read
+from corun.errors import InvalidArgumentError
 from corun.launch import preflight
 from corun.launch.preflight import Finding
 
@@ -44,7 +45,10 @@ def test_every_flag_reaches_a_process() -> None:
             value: Any = "/x" if name in {"model", "audit_dir"} else object()
             pool = Up(**{name: value}).spec().pool()
             assert getattr(pool, part) == ({} if part != "common" else {"model": "tiny"}) | {name: value}
-    assert Up(http=0).spec().pool().gateway == {"port": 0}
+    assert Up(http=0).spec().pool().gateway == {"port": 0, "allow_kills": False}
+    assert Up(http=0, allow_kills=True).spec().pool().gateway == {"port": 0, "allow_kills": True}
+    with pytest.raises(InvalidArgumentError, match="allow_kills = True: needs http"):
+        Up(allow_kills=True).spec()
     assert Up().spec().pool().gateway is None
     assert Up(prefill=2, decode=3).spec().pool().replicas == {"prefill": 2, "decode": 3}
     assert Up(slots=8).spec().pool().colocated == {"slots": 8}, "for a later `corun scale colocated=1`"

@@ -37,12 +37,16 @@ class Recorder:
         self.running, self.stopping = list(running), list(stopping)
         self.started: list[str] = []
         self.stopped: list[str] = []
+        self.killed: list[str] = []
 
     def forget_ended(self) -> list[ProcessSpec]:
         return []
 
     def start(self, orders: Any, hosts: Any) -> None:
         self.started += [order.member.name for order in orders]
+
+    def kill(self, member: ProcessSpec) -> None:
+        self.killed.append(member.name)
 
     def stop(self, ending: Sequence[ProcessSpec]) -> None:
         self.stopped += [member.name for member in ending]
@@ -110,6 +114,22 @@ def test_a_colocated_node_is_settled_once_both_its_sides_are_used() -> None:
     for used, left in ((sides, frozenset()), ({"colocated-0-prefill"}, {node}), ({"colocated-0"}, {node})):
         assert unsettled([node], want, want, (), {"main": [used]}) == left
     assert unsettled([node], (), (), (), {"main": [{"colocated-0-decode"}]}) == {node}
+
+
+def test_a_node_that_decodes_is_killed_for_a_client(capsys: pytest.CaptureFixture[str]) -> None:
+    """A colocated node goes by its decode side, as in receipts."""
+    counts = {"prefill": 1, "decode": 1, "colocated": 1}
+    of = ClusterSpec(pools=(PoolSpec(common={"model": "m"}, replicas=counts),))
+    made = cluster(of, Recorder(members(of)), {"decode-0", "colocated-0-decode"})
+    made._answer_kills(made._pools["main"])  # Without the operator's leave, nobody can ask.
+    offered: list[Any] = []
+    made._pools["main"].kills = SimpleNamespace(answer=lambda *given: offered.append(given))  # type: ignore[assignment]
+    made._answer_kills(made._pools["main"])
+    ((nodes, used, kill),) = offered
+    assert (nodes, used) == (("decode-0", "colocated-0-decode"), ({"decode-0", "colocated-0-decode"},))
+    kill("colocated-0-decode")
+    assert made._fleet.killed == ["colocated-0"]  # type: ignore[attr-defined]
+    assert told(capsys) == ["killing colocated-0: a client of the gateway asked for it"]
 
 
 PAIR, PAIR_AND_TWO_SIDES = (1, 2), (1, 1, 1)

@@ -117,6 +117,28 @@ def test_a_gateway_understands_its_command(tmp_path: Path) -> None:
     assert gateway_url(HttpConfig(host="::", port=1)) == "http://[::1]:1"
 
 
+def test_a_gateway_that_may_have_nodes_killed_knows_whom_to_ask() -> None:
+    settings = {"allow_kills": True, "foreign_origins": "http://vllm:8001,https://[::1]"}
+    pool = PoolSpec(common={"model": "m"}, gateway={"port": 7000, **settings})
+    http = pool.http()
+    assert http is not None
+    found = cli.parse(gateway_command(pool, http, ("a:1",), Path("/tmp/kills/socket"))[3:])
+    assert isinstance(found, GatewayConfig)
+    assert (found.allow_kills, found.supervisor, found.foreign_origins) == (
+        True,
+        "/tmp/kills/socket",
+        settings["foreign_origins"],
+    )
+
+
+@pytest.mark.parametrize(
+    "origin", ["vllm:8001", "http://vllm/v1", "http://*", "http://a; script-src *", "ftp://a", "http://a b"]
+)
+def test_a_foreign_origin_is_nothing_but_one(origin: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="foreign_origins"):
+        HttpConfig(foreign_origins=f"http://a,{origin}")
+
+
 def test_a_gateway_gets_a_free_port() -> None:
     pool = PoolSpec(common={"model": "m"}, router={"port": 0}, gateway={"port": 0})
     found = with_free_ports(ClusterSpec(pools=(pool,))).pool().http()
