@@ -106,8 +106,11 @@ def workloads(found: list[Object]) -> list[Object]:
 
 
 def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
-    """Return whether a LabelSelector that has no expressions takes an object with these labels."""
-    assert not (selector or {}).get("matchExpressions"), "not used here"
+    """Return whether a LabelSelector takes an object with these labels. Of its expressions, only In is used here."""
+    expressions = (selector or {}).get("matchExpressions", [])
+    assert {one["operator"] for one in expressions} <= {"In"}, "not used here"
+    if not all(labels.get(one["key"]) in one["values"] for one in expressions):
+        return False
     return (selector or {}).get("matchLabels", {}).items() <= labels.items()
 
 
@@ -163,6 +166,8 @@ class Pod:
             if "value" in variable:
                 found[variable["name"]] = str(variable["value"])
                 continue
+            if variable["valueFrom"].get("secretKeyRef", {}).get("optional"):
+                continue  # There is no such Secret here.
             path = variable["valueFrom"]["fieldRef"]["fieldPath"]
             known = {"metadata.name": self.name, "status.podIP": self.ip}
             known |= {f"metadata.labels['{name}']": value for name, value in self.labels.items()}

@@ -46,7 +46,9 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
         keys = sorted({*left, *right}, key=str)
         return [line for key in keys for line in differences(left.get(key), right.get(key), f"{path}/{key}")]
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        return [line for i, pair in enumerate(zip(left, right, strict=True)) for line in differences(*pair, f"{path}/{i}")]
+        return [
+            line for i, pair in enumerate(zip(left, right, strict=True)) for line in differences(*pair, f"{path}/{i}")
+        ]
     return [] if left == right else [f"{path}: {str(left)[:200]} != {str(right)[:200]}"]
 
 
@@ -111,7 +113,11 @@ def test_what_no_overlay_has_is_valid(version: str) -> None:
     assert "10001" not in text
     pods = [item["spec"]["template"]["spec"] for item in found if item["kind"] in {"Deployment", "StatefulSet", "Job"}]
     assert [pod["imagePullSecrets"] for pod in pods] == [[{"name": "registry"}]] * 5
-    (decode,) = (item for item in found if item["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "decode" and item["kind"] == "StatefulSet")
+    (decode,) = (
+        item
+        for item in found
+        if item["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "decode" and item["kind"] == "StatefulSet"
+    )
     assert decode["spec"]["replicas"] == 3
     assert decode["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
