@@ -11,7 +11,7 @@ ARG BASE=python:3.11.13-slim-bookworm
 FROM ${BASE} AS build
 ARG TARGET=cpu
 # uv takes certificates from the system, so that a company's own authority in the base image is enough.
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore UV_NATIVE_TLS=1 UV_HTTP_TIMEOUT=300
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore UV_SYSTEM_CERTS=1 UV_HTTP_TIMEOUT=300
 COPY locks/build.txt /locks/
 RUN python -m venv /opt/build \
     && /opt/build/bin/pip install --require-hashes -r /locks/build.txt \

@@ -31,6 +31,7 @@ def chart() -> Path:
 def rendered(values: Mapping[str, Any], pool: str = "corun") -> list[Object]:
     """Return the objects that `helm template` would print. Raises helm_python.HelmError where it would refuse."""
     with helm_python.Chart.load(str(chart())) as loaded:
+        loaded.validate_schema(dict(values))
         texts = loaded.render(dict(values), name=pool, namespace="corun")
     return [found for text in texts.values() for found in parsed(text)]
 
