@@ -1,8 +1,8 @@
 """Print what a requirement does not need of an environment: `python locks/prune.py 'corun-llm[cpu]'`.
 
-A lock file also holds everything for development. The script runs in the environment itself and prints, a line each, the
-distributions that the requirement does not reach through the metadata of the installed distributions. It must not know
-what is in the environment, nor how distributions are removed.
+A lock file also holds everything for development. The script runs in the environment itself and prints, a line each,
+the distributions that the requirement does not reach through the metadata of the installed distributions. It must not
+know what is in the environment, nor how distributions are removed.
 """
 
 from __future__ import annotations
