@@ -1,21 +1,27 @@
 # syntax=docker/dockerfile:1
 # Images of one lock file each, for Linux on x86_64:
+#   docker build --build-arg TARGET=router -t corun-router:0.1.0 .
 #   docker build --build-arg TARGET=cpu -t corun-node:0.1.0-cpu .
 #   docker build --build-arg TARGET=gpu -t corun-node:0.1.0-gpu .
-#   docker build --build-arg TARGET=cpu --build-arg EXTRA=router -t corun-router:0.1.0 .
-# TARGET is the lock: locks/cpu.txt or locks/gpu.txt. EXTRA is what of it stays in the image; by default all of TARGET.
-ARG PYTHON=3.11.13-slim-bookworm
+# TARGET is the lock: locks/router.txt, locks/cpu.txt or locks/gpu.txt. The router's image also runs gateways.
+# BASE is any image of Debian with Python and its venv module.
+ARG BASE=python:3.11.13-slim-bookworm
 
-FROM python:${PYTHON} AS build
+# hadolint ignore=DL3006
+FROM ${BASE} AS build
 ARG TARGET=cpu
-ARG EXTRA=${TARGET}
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-RUN python -m venv /opt/corun
+# uv takes certificates from the system, so that a company's own authority in the base image is enough.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore UV_SYSTEM_CERTS=1 UV_HTTP_TIMEOUT=300
+COPY locks/build.txt /locks/
+RUN python -m venv /opt/build \
+    && /opt/build/bin/pip install --require-hashes -r /locks/build.txt \
+    && /opt/build/bin/uv venv --python "$(command -v python)" /opt/corun
 WORKDIR /src
 # Before the sources, so that a change of those does not install a few GB again. The lock is complete, and has what no
-# resolver would accept (see [tool.uv] in pyproject.toml), so nothing is resolved.
+# resolver would accept (see [tool.uv] in pyproject.toml), so nothing is resolved. It is compiled here: the root of a pod
+# is read-only, and every start of a process would compile it again.
 COPY locks/${TARGET}.txt locks/prune.py locks/
-RUN /opt/corun/bin/pip install --no-deps --require-hashes -r locks/${TARGET}.txt
+RUN /opt/build/bin/uv pip sync --python /opt/corun/bin/python --require-hashes --compile-bytecode locks/${TARGET}.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY corun corun
 COPY router router
@@ -23,19 +29,22 @@ COPY prefill_node prefill_node
 COPY decode_node decode_node
 COPY colocated_node colocated_node
 COPY corun_bench corun_bench
-RUN /opt/corun/bin/pip install --no-deps --no-build-isolation --no-index . \
-    && /opt/corun/bin/python locks/prune.py "corun-llm[${EXTRA},tracing]" \
-    && /opt/corun/bin/python -m pip uninstall --quiet --yes pip
+RUN /opt/build/bin/hatchling build --target wheel --directory /wheel \
+    && /opt/build/bin/uv pip install --python /opt/corun/bin/python --no-deps --no-index --compile-bytecode /wheel/*.whl \
+    && /opt/corun/bin/python locks/prune.py "corun-llm[${TARGET},tracing]" > /wheel/unneeded.txt \
+    && if [ -s /wheel/unneeded.txt ]; then \
+        /opt/build/bin/uv pip uninstall --python /opt/corun/bin/python --requirements /wheel/unneeded.txt; \
+    fi
 
-FROM python:${PYTHON} AS image
+# hadolint ignore=DL3006
+FROM ${BASE} AS image
 ARG TARGET=cpu
-ARG EXTRA=${TARGET}
 # libnuma is for vLLM on CPUs. On a GPU, Triton and torch's inductor compile small programs when kernels are first used,
 # against Python's headers, which the base image has: so that image keeps a compiler. On a CPU nothing is compiled
 # (TORCHDYNAMO_DISABLE is pinned), and a router runs no kernels.
 # hadolint ignore=DL3008,SC2086
 RUN packages="" \
-    && case "${EXTRA}" in cpu) packages="libnuma1 libgomp1" ;; gpu) packages="libnuma1 libgomp1 g++ libc6-dev" ;; esac \
+    && case "${TARGET}" in cpu) packages="libnuma1 libgomp1" ;; gpu) packages="libnuma1 libgomp1 g++ libc6-dev" ;; esac \
     && if [ -n "$packages" ]; then \
         apt-get update \
         && apt-get install -y --no-install-recommends $packages \
@@ -57,8 +66,7 @@ LABEL org.opencontainers.image.title="corun" \
     org.opencontainers.image.description="A deterministic prefill-decode LLM serving cluster" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.licenses="Apache-2.0" \
-    dev.corun.target="${TARGET}" \
-    dev.corun.extra="${EXTRA}"
+    dev.corun.target="${TARGET}"
 USER 10001:10001
 WORKDIR /home/corun
 CMD ["corun", "--help"]

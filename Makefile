@@ -112,6 +112,12 @@ lock: $(TOOL) ## Resolve the lock files again; ARGS=--upgrade moves the versions
 		$(UV) pip compile pyproject.toml --quiet --universal --python-version 3.10 --extra $$target --extra dev \
 			--generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS) -o locks/$$target.txt; \
 		sed -i -E "s/ ; $(COMMON)( \\\\|$$)/\1/" locks/$$target.txt; done
+	@# A router's versions are those of its nodes; what builds an image is in neither.
+	@$(UV) pip compile pyproject.toml --quiet --universal --python-version 3.10 --extra router --extra tracing \
+		--constraint locks/cpu.txt --generate-hashes --no-annotate --custom-compile-command "make lock" -o locks/router.txt
+	@printf 'uv==%s\nhatchling\n' $(UV_VERSION) | $(UV) pip compile - --quiet --universal --python-version 3.10 \
+		--constraint locks/cpu.txt --generate-hashes --no-annotate --custom-compile-command "make lock" -o locks/build.txt
+	@for target in router build; do sed -i -E "s/ ; $(COMMON)( \\\\|$$)/\1/" locks/$$target.txt; done
 
 clean: ## Remove caches and build output
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

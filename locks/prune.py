@@ -1,13 +1,12 @@
-"""Remove from an environment what a requirement does not need: `python locks/prune.py 'corun-llm[router]'`.
+"""Print what a requirement does not need of an environment: `python locks/prune.py 'corun-llm[cpu]'`.
 
-A lock file also holds everything for development. The environment keeps pip and the distributions that the requirement
-reaches through the metadata of the installed distributions. The script runs in the environment itself. It must not know
-what is in it.
+A lock file also holds everything for development. The script runs in the environment itself and prints, a line each,
+the distributions that the requirement does not reach through the metadata of the installed distributions. It must not
+know what is in the environment, nor how distributions are removed.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -41,9 +40,8 @@ def _requirements(name: str, extra: str) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     installed = {canonicalize_name(found.name) for found in metadata.distributions()}
-    unneeded = sorted(installed - needed(sys.argv[1]) - {"pip"})
-    if unneeded:
-        subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *unneeded], check=True)
+    for name in sorted(installed - needed(sys.argv[1])):
+        print(name)
 
 
 if __name__ == "__main__":

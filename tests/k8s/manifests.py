@@ -26,7 +26,7 @@ from corun.cli import issue_certs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
-OVERLAYS = ("cpu-demo", "gpu", "colocated", "rdma", "pool-b", "ray")
+OVERLAYS = ("cpu-demo", "gpu", "colocated", "rdma", "rdma-root", "pool-b", "ray", "fetch-weights")
 POOL_LABEL, COMPONENT_LABEL = "corun.dev/pool", "app.kubernetes.io/component"
 
 Object = dict[str, Any]
@@ -56,7 +56,20 @@ def built(overlay: str) -> str:
 
 def objects(overlay: str) -> list[Object]:
     """Return the objects of an overlay, new ones on every call."""
-    return [found for found in yaml.safe_load_all(built(overlay)) if found]
+    return parsed(built(overlay))
+
+
+def parsed(text: str) -> list[Object]:
+    """Return the objects of a text. libyaml reads it ten times as fast as the parser in Python."""
+    return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found]
+
+
+def adhoc(name: str, *lines: str) -> list[Object]:
+    """Return the objects of an overlay that is made here, from the lines of its kustomization.yaml."""
+    overlay = tree() / "k8s" / "overlays" / name
+    overlay.mkdir(exist_ok=True)
+    (overlay / "kustomization.yaml").write_text("\n".join(lines), encoding="utf-8")
+    return objects(name)
 
 
 @lru_cache
@@ -72,7 +85,7 @@ def complete(overlay: str) -> list[Object]:
     if of_kind(found, "Secret"):
         return found
     (namespace,) = of_kind(found, "Namespace")
-    secrets = list(yaml.safe_load_all(_readme_secrets()))
+    secrets = parsed(_readme_secrets())
     for secret in secrets:
         secret["metadata"]["namespace"] = namespace["metadata"]["name"]
     return [*found, *secrets]
@@ -88,12 +101,16 @@ def one(found: list[Object], kind: str, name: str) -> Object:
 
 def workloads(found: list[Object]) -> list[Object]:
     """Return what makes the pods of routers and nodes."""
-    return of_kind(found, "Deployment", "StatefulSet")
+    made = of_kind(found, "Deployment", "StatefulSet")
+    return [item for item in made if item["metadata"]["labels"][COMPONENT_LABEL] != "gateway"]
 
 
 def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
-    """Return whether a LabelSelector that has no expressions takes an object with these labels."""
-    assert not (selector or {}).get("matchExpressions"), "not used here"
+    """Return whether a LabelSelector takes an object with these labels. Of its expressions, only In is used here."""
+    expressions = (selector or {}).get("matchExpressions", [])
+    assert {one["operator"] for one in expressions} <= {"In"}, "not used here"
+    if not all(labels.get(one["key"]) in one["values"] for one in expressions):
+        return False
     return (selector or {}).get("matchLabels", {}).items() <= labels.items()
 
 
@@ -149,6 +166,8 @@ class Pod:
             if "value" in variable:
                 found[variable["name"]] = str(variable["value"])
                 continue
+            if variable["valueFrom"].get("secretKeyRef", {}).get("optional"):
+                continue  # There is no such Secret here.
             path = variable["valueFrom"]["fieldRef"]["fieldPath"]
             known = {"metadata.name": self.name, "status.podIP": self.ip}
             known |= {f"metadata.labels['{name}']": value for name, value in self.labels.items()}

@@ -17,7 +17,7 @@ import pytest
 from kubernetes_validate import utils
 from referencing import Registry, Resource
 
-from tests.k8s.manifests import OVERLAYS, README, ROOT, Object, complete, objects, of_kind, one, workloads
+from tests.k8s.manifests import OVERLAYS, README, ROOT, Object, adhoc, complete, objects, of_kind, one, workloads
 
 VERSIONS = ("1.29", "1.33", "1.37")
 
@@ -49,6 +49,7 @@ ALERT = strict(
     annotations=TEXTS,
     **{"for": DURATION},
 )
+LOCAL = strict(("group", "kind", "name"), group={"type": "string"}, kind=TEXT, name=TEXT)
 RAY = {"rayStartParams": TEXTS, "template": core("io.k8s.api.core.v1.PodTemplateSpec")}
 WORKERS = strict(("groupName", "template"), groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, **RAY)
 CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
@@ -60,6 +61,23 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): strict(
         ("groups",), groups=items(strict(("name", "rules"), name=TEXT, rules=items(ALERT)))
+    ),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): strict(
+        ("parentRefs", "rules"),
+        parentRefs=items(strict(("name",), name=TEXT, namespace=TEXT)),
+        hostnames=items(TEXT),
+        rules=items(
+            strict(
+                ("backendRefs",),
+                timeouts=strict(request=DURATION),
+                backendRefs=items(strict(("name", "port"), name=TEXT, port=COUNT)),
+            )
+        ),
+    ),
+    ("gateway.networking.k8s.io/v1", "BackendTLSPolicy"): strict(
+        ("targetRefs", "validation"),
+        targetRefs=items(LOCAL),
+        validation=strict(("hostname",), hostname=TEXT, caCertificateRefs=items(LOCAL)),
     ),
     ("ray.io/v1", "RayCluster"): strict(
         ("headGroupSpec",),
@@ -87,9 +105,22 @@ def check(found: Object, version: str) -> None:
     jsonschema.Draft202012Validator({"$id": f"{base}custom.json", **whole}, registry=registry).validate(found)
 
 
+def optional() -> list[Object]:
+    """Return the objects of overlays with the components that no overlay has."""
+    lines = ("namespace: corun", "resources: [../../base/cluster, ../../base/gateway, ../gpu/main]")
+    found = []
+    for names in (("ingress", "httproute", "tracing", "models-image"), ("models-fetch",)):
+        components = ", ".join(f"../../components/{name}" for name in names)
+        found += adhoc(f"with-{names[-1]}", *lines, f"components: [{components}]")
+    return found
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid(version: str) -> None:
-    distinct = {json.dumps(item, sort_keys=True): item for overlay in OVERLAYS for item in complete(overlay)}
+    known = [item for overlay in OVERLAYS for item in complete(overlay)]
+    # The field of an image as a volume came with 1.31, and is on by default since 1.33.
+    known += [item for item in optional() if version != "1.29" or '"reference"' not in json.dumps(item)]
+    distinct = {json.dumps(item, sort_keys=True): item for item in known}
     problems = []
     for item in distinct.values():
         try:
@@ -159,7 +190,7 @@ def test_scaling(overlay: str, pool: str) -> None:
     assert one(found, "StatefulSet", f"corun-{kept}-{pool}")["spec"]["podManagementPolicy"] == "Parallel"
 
 
-@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma"])
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma", "rdma-root"])
 def test_prefill_and_decode_pods_differ_in_what_they_run_only(overlay: str) -> None:
     """Their manifests are written out, each to be read alone, so nothing else keeps them the same."""
     found = objects(overlay)
@@ -187,3 +218,4 @@ def test_the_readme_names_what_is_there() -> None:
     assert {f"overlays/{name}" for name in OVERLAYS} <= named
     assert {name for name in named if not (ROOT / "k8s" / name).exists()} == set()
     assert {path.name for path in (ROOT / "k8s" / "overlays").iterdir()} == set(OVERLAYS)
+    assert {f"components/{path.name}" for path in (ROOT / "k8s" / "components").iterdir()} <= named

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without building: no Docker is expected here."""
+"""The Dockerfile, as far as it can be checked without building: tests/k8s/test_built_images.py builds."""
 
 from __future__ import annotations
 
@@ -30,22 +30,40 @@ def test_what_is_copied_is_there_and_in_the_context() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
     lines = re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, flags=re.MULTILINE)
     copied = {source for line in lines for source in line.split()[:-1]}
-    for target in ("cpu", "gpu"):
+    for target in ("router", "cpu", "gpu"):
         assert [source for source in copied if not (ROOT / source.replace("${TARGET}", target)).exists()] == []
     assert "*" in ignore
     assert {source.partition("/")[0] for source in copied} == {line[1:] for line in ignore if line.startswith("!")}
 
 
+def entries(lock: str) -> dict[str, list[str]]:
+    """Return the lines of a lock file by distribution: its versions with their markers, and hashes."""
+    text = re.sub(r"^ *#.*\n", "", (ROOT / "locks" / f"{lock}.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found: dict[str, list[str]] = {}
+    for entry in re.sub(r"\\\n", " ", text).strip().split("\n"):
+        found.setdefault(entry.partition("==")[0], []).append(entry)
+    return found
+
+
 def test_everything_is_installed_by_hash() -> None:
-    installs = re.findall(r"pip install (.*)$", DOCKERFILE, flags=re.MULTILINE)
-    assert len(installs) == 2
-    assert installs[0].split() == ["--no-deps", "--require-hashes", "-r", "locks/${TARGET}.txt"]
-    assert "--no-index" in installs[1]
-    for target in ("cpu", "gpu"):
-        lock = re.sub(r"^#.*\n", "", (ROOT / "locks" / f"{target}.txt").read_text(), flags=re.MULTILINE)
-        entries = re.sub(r"\\\n", " ", lock).strip().split("\n")
-        assert len(entries) > 100
-        assert [entry for entry in entries if "==" not in entry or "--hash=sha256:" not in entry] == []
+    installs = [line for line in DOCKERFILE.split("\n") if re.search(r"pip (install|sync)", line)]
+    assert len(installs) == 3
+    assert ["--require-hashes" in line or "--no-index" in line for line in installs] == [True] * 3
+    for lock, least in (("build", 5), ("router", 50), ("cpu", 100), ("gpu", 100)):
+        found = [entry for lines in entries(lock).values() for entry in lines]
+        assert len(found) > least
+        assert [entry for entry in found if "==" not in entry or "--hash=sha256:" not in entry] == []
+
+
+@pytest.mark.parametrize("lock", ["cpu", "gpu"])
+def test_routers_have_the_versions_of_nodes(lock: str) -> None:
+    """A router with other tokenizers than its nodes uses none of them."""
+
+    def versions(name: str) -> dict[str, set[str]]:
+        return {key: {line.split()[0].partition("==")[2] for line in lines} for key, lines in entries(name).items()}
+
+    node = versions(lock)
+    assert {key: found for key, found in versions("router").items() if not found <= node.get(key, set())} == {}
 
 
 def test_the_image_is_the_one_of_the_manifests() -> None:
@@ -57,7 +75,8 @@ def test_the_image_is_the_one_of_the_manifests() -> None:
         context = spec["securityContext"]
         assert {str(context[name]) for name in ("runAsUser", "runAsGroup", "fsGroup")} <= {uid, gid, *made, "0"}
         assert str(context["fsGroup"]) == made[0]
-        used |= {container["image"] for container in [*spec["containers"], *spec.get("initContainers", [])]}
+        images = {container["image"] for container in [*spec["containers"], *spec.get("initContainers", [])]}
+        used |= {image.removeprefix("registry.example.org/corun/") for image in images}
     assert used == set(re.findall(r"docker build .* -t (\S+) \.", README))
     assert used == set(re.findall(r"^#   docker build .* -t (\S+) \.", DOCKERFILE, flags=re.MULTILINE))
     assert "ENTRYPOINT" not in DOCKERFILE

@@ -57,7 +57,7 @@ def test_a_pool_that_changes_rolls_its_own_pods_only() -> None:
 
 def test_what_the_readme_deletes_is_the_old_pool() -> None:
     """An apply does not delete what is no longer in the manifests."""
-    ((kinds, label, pool),) = re.findall(r"kubectl -n corun delete (\S+) -l (\S+)=(\w+)", README)
+    ((kinds, label, pool),) = re.findall(r"kubectl -n corun delete (\S+) -l (corun.dev/pool)=(\w+)", README)
     assert (label, pool) == (POOL_LABEL, "main")
     short = {
         "all": {"Service", "Deployment", "StatefulSet", "HorizontalPodAutoscaler"},

@@ -15,7 +15,7 @@ ROUTER, PREFILL, DECODE = "Deployment corun-router-main", "Deployment corun-pref
 TOML, ROUTERS = "ConfigMap corun-config", "Service corun-routers-main"
 
 
-@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "colocated", "rdma", "pool-b"])
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "colocated", "rdma", "rdma-root", "pool-b"])
 def test_manifests_and_processes_agree(overlay: str, tmp_path: Path) -> None:
     assert faults(complete(overlay), tmp_path) == []
 

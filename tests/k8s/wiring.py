@@ -80,16 +80,23 @@ def _make_models(pod: Pod, root: Path) -> None:
     """Put models where an init container makes one, or on a volume that is not the pod's own."""
     models = []
     for container in pod.spec.get("initContainers", []):
+        if container["name"] == "memlock":
+            continue
         words = pod.command(container)
-        if words[:2] != ["corun", "model"] or not any(words[2].startswith(f"{at}/") for at in pod.mounts(container)):
+        made = {("corun", "model"): words[2], ("hf", "download"): words[-1].removeprefix("--local-dir=")}.get(
+            tuple(words[:2]), ""
+        )
+        if not any(made.startswith(f"{at}/") for at in pod.mounts(container)):
             raise BrokenPodError(f"{words} does not make a model on a volume")
-        models.append(words[2])
+        models.append(made)
     for path, volume in pod.mounts().items():
         if claim := volume.get("persistentVolumeClaim"):
             claims = [one["metadata"]["name"] for one in of_kind(pod.objects, "PersistentVolumeClaim")]
             if claim["claimName"] not in claims:
                 raise BrokenPodError(f"there is no PersistentVolumeClaim {claim['claimName']}")
             models += [f"{path}/Qwen3-8B", f"{path}/Qwen3-14B"]
+        if "image" in volume:
+            models.append(f"{path}/Qwen3-8B")
     for model in models:
         directory = root / model.lstrip("/")
         directory.mkdir(parents=True, exist_ok=True)
