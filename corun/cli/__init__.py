@@ -29,6 +29,7 @@ from corun.cli.status import Status
 from corun.cli.tools import Certs, Gateway
 from corun.cli.up import Scale, Up
 from corun.cli.verify import Verify
+from corun.contract import CONTRACT_VERSION
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -130,7 +131,7 @@ def parse(argv: Sequence[str]) -> Any:
         description = inspect.getdoc(command) or ""
         return tyro.cli(command, prog=f"corun {name}", description=description, args=rest, config=_STYLE)
     if list(argv) == ["--version"]:
-        print(f"corun {corun.__version__}")
+        print(f"corun {corun.__version__} (contract {CONTRACT_VERSION})")
         raise SystemExit(OK)
     if argv and not argv[0].startswith("-"):
         raise SystemExit(_fail(_mistyped(argv), USAGE))
