@@ -27,6 +27,7 @@ from corun.cli.models import Model
 from corun.cli.replay import Replay
 from corun.cli.status import Status
 from corun.cli.tools import Certs, Gateway
+from corun.cli.top import Top
 from corun.cli.up import Scale, Up
 from corun.cli.verify import Verify
 from corun.contract import CONTRACT_VERSION
@@ -80,6 +81,7 @@ COMMANDS: dict[str, type[Any]] = {
     "chat": Chat,
     "batch": Batch,
     "status": Status,
+    "top": Top,
     "verify": Verify,
     "replay": Replay,
     "diff": Diff,

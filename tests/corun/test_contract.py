@@ -25,6 +25,7 @@ from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole
 
 ROOT = Path(__file__).parents[2]
+NODE = "corun/node/vllm"
 MODEL_JSON = (
     '"model":{"blas_policy":"","block_size":128,"config_digest":"' + "c" * 64 + '","cpu_caches":[32768,1048576,0],'
     '"cpu_features":["amx_tile","avx2"],"cpu_isa":"avx512 ®","cuda":"","device":"cpu","driver":"","dtype":"float32",'
@@ -69,8 +70,7 @@ def test_what_moves_every_fingerprint_raises_the_contract_version() -> None:
     sources = (
         "decode_node/sampling.py",
         "prefill_node/scoring.py",
-        "corun/node/vllm/pin.py",
-        "corun/node/vllm/facts.py",
+        *(f"{NODE}/{name}.py" for name in ("pin", "facts")),
     )
     assigned = {
         target.id: [constant.value for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)]
