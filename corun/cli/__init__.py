@@ -20,6 +20,7 @@ import tyro
 import corun
 from corun.cli.batch import Batch
 from corun.cli.chat import Chat
+from corun.cli.colours import coloured
 from corun.cli.diff import Diff
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.generate import Generate
@@ -158,5 +159,5 @@ def _mistyped(argv: Sequence[str]) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"corun: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{coloured('corun:', 'red', stderr=True)} {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -105,7 +105,7 @@ class Rates:
         return _speed(self._nodes.get(str(node.node.ref), deque()))
 
     def of_role(self, role: NodeRole, status: ClusterStatus) -> Speed | None:
-        """Return the sum over the nodes of a role. None: not known yet. A node that has come later counts once it is."""
+        """Return the sum over the nodes of a role. None: not known yet. A node that comes later counts once it is."""
         nodes = [node for node in status.nodes if node.node.role is role and node.state is not NodeState.LOST]
         speeds = [speed for node in nodes if (speed := self.of(node)) is not None]
         if not speeds or (len(speeds) < len(nodes) and not self.history[role]):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 DELAY_S = 1.0
 """The number of seconds before the bar appears. Shorter work shows no bar."""
-BAR_WIDTH = 20
+BAR_WIDTH = 16
 """The width that leaves room for a label and large numbers on a line of 80 columns."""
 
 
@@ -50,6 +50,11 @@ class ProgressBar:
             if self._bar is not None:
                 self._bar.stop()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the bar is shown, or will be if the work is not short."""
+        return self._shown
+
     def advance(self, count: int = 1) -> None:
         with self._lock:
             self._done += count
@@ -66,8 +71,9 @@ class ProgressBar:
             self._bar = bar
 
 
-def new_bar(*, counts_bytes: bool = False, refresh_hz: float = 10.0) -> Progress:
-    """Return a bar of rich for the tasks that are added to it. counts_bytes: show megabytes instead of numbers.
+def new_bar(*, unit: Literal["items", "bytes", "share"] = "items", refresh_hz: float = 10.0) -> Progress:
+    """Return a bar of rich for the tasks that are added to it. unit: what is shown of their counts. A share is of one
+    whole, has no rate, and is a guess.
 
     What is printed while the bar is shown stands above it. If stdout is no terminal, what is printed there goes there.
     """
@@ -81,14 +87,17 @@ def new_bar(*, counts_bytes: bool = False, refresh_hz: float = 10.0) -> Progress
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{in_figures(speed)}/s")
 
-    count: tuple[progress.ProgressColumn, ...] = (progress.MofNCompleteColumn(), Rate())
-    if counts_bytes:
-        count = (progress.DownloadColumn(), progress.TransferSpeedColumn())
+    counts: dict[str, tuple[progress.ProgressColumn, ...]] = {
+        "items": (progress.MofNCompleteColumn(), Rate()),
+        "bytes": (progress.DownloadColumn(), progress.TransferSpeedColumn()),
+        "share": (progress.TaskProgressColumn(),),
+    }
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(BAR_WIDTH),
-        *count,
+        *counts[unit],
         progress.TimeElapsedColumn(),
+        *((progress.TextColumn("about"),) if unit == "share" else ()),
         progress.TimeRemainingColumn(),
         progress.TextColumn("left"),
     )
