@@ -68,14 +68,21 @@ class Screen:
                 while self._code is None and not asking.done():
                     self._show()
                     self._changed.clear()
-                    with suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), _REDRAW_S)
+                    await self._wait()
         finally:
             asking.cancel()
             found = await asyncio.gather(asking, return_exceptions=True)
         if self._code is None and isinstance(found[0], Exception):
             raise found[0]
         return self._code or 0
+
+    async def _wait(self) -> None:
+        # Before Python 3.12, `wait_for` returns although Ctrl-C cancels it, if there is a change at the same moment.
+        waiting = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait((waiting,), timeout=_REDRAW_S)
+        finally:
+            waiting.cancel()
 
     async def _ask(self, ask: Callable[[], Awaitable[None]], interval_s: float) -> None:
         try:
