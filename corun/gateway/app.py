@@ -22,6 +22,7 @@ from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
 from corun.gateway.failures import plain_response, translated
+from corun.gateway.pages import Pages
 from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 
@@ -45,6 +46,7 @@ class Gateway:
         completions = Completions(config, self.clients, self._catalog)
         self.activity, self.room, self._renders = completions.activity, completions.room, completions.renders
         self._started_at = int(time.time())
+        self.pages = Pages()
         app = web.Application(middlewares=[self._heard, translated])
         for path, handler in (
             ("/v1/completions", completions.post),
@@ -57,6 +59,7 @@ class Gateway:
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/version", _version)
+        app.router.add_get("/page/{name}", self.pages.file)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # A request ends when its client is gone.
