@@ -26,7 +26,7 @@ from corun.cli.watching import Rates, Speed, Watched
 from corun.client.client import AsyncClient
 from corun.client.progress import in_figures
 from corun.errors import InvalidArgumentError
-from corun.types import GONE_AS_PLANNED, ClusterStatus, NodeRole, NodeState, NodeStatus
+from corun.types import GONE_AS_PLANNED, ClientStatus, ClusterStatus, NodeRole, NodeState, NodeStatus
 
 FIRST_SPEEDS_S = 10.0
 """The longest wait for the speeds of a cluster that is shown once."""
@@ -41,7 +41,8 @@ SortName = Literal["node", "slots", "tokens", "kv", "queue"]
 class Top:
     """Show what the nodes of a cluster do now, like top.
 
-    Slots, tokens a second, KV and queues of each node, and of all of them together. Speeds are means over 5 seconds.
+    Slots, tokens a second, KV and queues of each node, and of all of them together; then what each client has at this
+    router, if you are an operator, or else what you have. Speeds are means over 5 seconds.
     Keys: s sorts by the next column (n, u, t, v and p by node, used slots, tokens, KV and queued prompt tokens), r
     reverses, arrows scroll, q quits. If stdout is no terminal, the picture is printed once, and the exit code is 4 if
     the cluster cannot serve.
@@ -65,7 +66,8 @@ class Top:
 
     async def _run(self) -> int:
         async with self.cluster.async_client() as client:
-            view = View(Watched(await client.get_cluster()), self.cluster.router, sort=self.sort)
+            status = await client.get_cluster(clients=True, contracts=False)
+            view = View(Watched(status, clients=True), self.cluster.router, sort=self.sort)
             if not can_show():
                 return await self._once(client, view)
             screen = Screen(view.picture, keys=view.keys, hint=view.hint)
@@ -76,7 +78,7 @@ class Top:
         end = time.monotonic() + FIRST_SPEEDS_S
         while not view.has_speeds and time.monotonic() < end:
             await asyncio.sleep(self.interval)
-            view.watched.take(await client.get_cluster())
+            view.watched.take(await client.get_cluster(clients=True, contracts=False))
         Console(highlight=False, markup=False).print(view.picture())
         return 0 if is_serving(view.watched.status) else 4
 
@@ -119,7 +121,10 @@ class View:
             parts.insert(1, _cut(Text(trouble, "red")))
         rows = [(node, rates.of(node)) for node in status.nodes]
         rows.sort(key=lambda row: _ORDERS[self._sort](*row), reverse=self._is_reversed)
-        return Group(*parts, "", _Nodes(rows, self._sort))
+        parts += ["", _Nodes(rows, self._sort)]
+        if status.clients:
+            parts += ["", _Clients(status.clients)]
+        return Group(*parts)
 
 
 def _none_last(value: float | None) -> float:
@@ -275,6 +280,33 @@ class _Nodes:
                 bar = bar_of(node.load.used_slots, node.node.slots, GAUGE_WIDTH, is_ascii=options.ascii_only)
                 cells.insert(4, bar if node.node.slots else Text())
             table.add_row(*cells, style="dim" if node.state is NodeState.LOST else "")
+        yield table
+
+
+class _Clients:
+    """The table of clients, those with the most slots first."""
+
+    def __init__(self, clients: tuple[ClientStatus, ...]) -> None:
+        self._clients = sorted(clients, key=lambda one: (-one.decoding_samples, -one.leased_samples))
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterable[Table]:
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
+        table.add_column("client", ratio=1, no_wrap=True, overflow="ellipsis")
+        for title in ("weight", "slots", "line", "queue", "of slots in use", ""):
+            table.add_column(title, justify="right", no_wrap=True)
+        everyone = sum(one.decoding_samples for one in self._clients)
+        for one in self._clients:
+            line = one.leased_samples - one.decoding_samples
+            share = _share(one.decoding_samples, everyone) or 0.0
+            table.add_row(
+                Text(one.name),
+                str(one.weight),
+                str(one.decoding_samples),
+                Text(str(line) if line else "", "yellow"),
+                Text(_short(one.waiting_samples) if one.waiting_samples else "", "yellow"),
+                bar_of(one.decoding_samples, everyone, len("of slots in use"), is_ascii=options.ascii_only),
+                f"{share:.0%}",
+            )
         yield table
 
 

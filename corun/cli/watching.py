@@ -25,10 +25,11 @@ HISTORY = 60
 
 
 class Watched:
-    """The last answer of a cluster's router, and the speeds up to it."""
+    """The last answer of a cluster's router, and the speeds up to it. clients: ask what clients have, too."""
 
-    def __init__(self, status: ClusterStatus) -> None:
+    def __init__(self, status: ClusterStatus, *, clients: bool = False) -> None:
         self.rates = Rates()
+        self._clients = clients
         self._trouble = ""
         """Why the router did not answer when it was asked last. Empty: it did."""
         self.take(status)
@@ -40,7 +41,8 @@ class Watched:
     async def ask(self, client: AsyncClient) -> None:
         """Take the router's answer. If there is none, the last one stays."""
         try:
-            self.take(await client.get_cluster(timeout_s=ASK_TIMEOUT_S))
+            status = await client.get_cluster(clients=self._clients, contracts=False, timeout_s=ASK_TIMEOUT_S)
+            self.take(status)
             self._trouble = ""
         except (UnavailableError, DeadlineError) as error:
             self._trouble = str(error)

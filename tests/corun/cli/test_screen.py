@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from corun.cli import main
-from corun.types import ClusterStatus, NodeState
+from corun.types import ClientStatus, ClusterStatus, NodeState
 from tests.corun.cli.conftest import PROMPT, write_rows
 from tests.corun.cli.terminal import Terminal
 from tests.corun.fake_router import WAIT_S, FakeRouter
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGWINCH"), reason="this system has no terminals of Unix")
 COLOUR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-7]|4[0-7]|9[0-7]|38|48)[;m]")
+A = ClientStatus(name="a", weight=3, leased_samples=70, decoding_samples=70)
 LEFT, SHOWN = b"\x1b[?1049l", b"\x1b[?25h"
 
 
@@ -33,7 +34,9 @@ def busy(status: ClusterStatus) -> ClusterStatus:
         replace(decode, load=load, state=state, node=replace(decode.node, ref=replace(decode.node.ref, node_id=name)))
         for name, state in names.items()
     ]
-    return replace(status, nodes=(prefill, decode, *more), queued_samples=4000, refused_requests=3)
+    clients = (ClientStatus(name="b", leased_samples=23, decoding_samples=23), A)
+    nodes = (prefill, decode, *more)
+    return replace(status, nodes=nodes, queued_samples=4000, refused_requests=3, clients=clients)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
@@ -75,13 +78,17 @@ def test_each_node_of_top_is_one_line_of_80_columns(fake: FakeRouter) -> None:
         assert terminal.colours("4,000/4,096") == {"brown"}, "samples wait"
         assert re.search(r"^nodes +3 ready, 1 lost$", text, flags=re.MULTILINE)
         assert "3 refused" in text
+        assert [line.split() for line in text.splitlines() if line[:2] in ("a ", "b ")] == [
+            ["a", "3", "70", "███████████░░░░", "75%"],
+            ["b", "1", "23", "████░░░░░░░░░░░", "25%"],
+        ]
 
 
 def order(text: str) -> list[str]:
     """Return the first letters of the nodes, from top to bottom."""
     rows = text.splitlines()
     start = next(number for number, row in enumerate(rows) if re.match("node[ ▾]", row))
-    return [row[:3] for row in rows[start + 1 : -1] if row]
+    return [row[:3] for row in rows[start + 1 : rows.index("", start)]]
 
 
 def is_so(terminal: Terminal, hint: str, wanted: list[str] | None) -> bool:
