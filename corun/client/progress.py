@@ -107,6 +107,7 @@ def new_bar(*, unit: Literal["items", "bytes", "share"] = "items", refresh_hz: f
         # Rich estimates by the last 30 s alone, in which slow work may have finished no item.
         speed_estimate_period=math.inf,
         refresh_per_second=refresh_hz,
+        transient=unit == "share",  # What is left of a bar should be true.
         redirect_stdout=sys.stdout.isatty(),
     )
 
