@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 DELAY_S = 1.0
 """The number of seconds before the bar appears. Shorter work shows no bar."""
-BAR_WIDTH = 16
-"""The width that leaves room for a label and large numbers on a line of 80 columns."""
+BAR_WIDTH, LABEL_WIDTH = 14, 20
+"""The widths that leave room for large numbers on a line of 80 columns."""
+STYLES = (
+    *("bar.complete", "bar.finished", "progress.data.speed", "progress.download", "progress.elapsed"),
+    *("progress.percentage", "progress.remaining"),
+)
+"""The styles in which rich would show colours that mean nothing here, such as red."""
 
 
 class ProgressBar:
@@ -80,7 +85,9 @@ def new_bar(*, unit: Literal["items", "bytes", "share"] = "items", refresh_hz: f
     # Loading rich takes longer than loading the whole client. A program without a terminal never loads it.
     from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
+    from rich.table import Column  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
+    from rich.theme import Theme  # noqa: PLC0415
 
     class Rate(progress.ProgressColumn):
         def render(self, task: progress.Task) -> Text:
@@ -92,8 +99,9 @@ def new_bar(*, unit: Literal["items", "bytes", "share"] = "items", refresh_hz: f
         "bytes": (progress.DownloadColumn(), progress.TransferSpeedColumn()),
         "share": (progress.TaskProgressColumn(),),
     }
+    label = Column(no_wrap=True, overflow="ellipsis", max_width=LABEL_WIDTH)
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", table_column=label),
         progress.BarColumn(BAR_WIDTH),
         *counts[unit],
         progress.TimeElapsedColumn(),
@@ -103,7 +111,7 @@ def new_bar(*, unit: Literal["items", "bytes", "share"] = "items", refresh_hz: f
     )
     return progress.Progress(
         *columns,
-        console=Console(stderr=True),
+        console=Console(stderr=True, theme=Theme(dict.fromkeys(STYLES, "none") | dict.fromkeys(STYLES[:2], "green"))),
         # Rich estimates by the last 30 s alone, in which slow work may have finished no item.
         speed_estimate_period=math.inf,
         refresh_per_second=refresh_hz,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from corun import Client, InvalidArgumentError, OverloadedError, SamplingParams, UnavailableError
-from corun.client.progress import ProgressBar, in_figures, new_bar
+from corun.client.progress import LABEL_WIDTH, ProgressBar, in_figures, new_bar
 from tests.corun.fake_router import WAIT_S, FakeRouter, sample_output
 
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
@@ -120,7 +120,7 @@ def test_a_bar_is_one_line_of_80_columns_with_what_is_left(unit: Any, label: str
     shown = io.StringIO()
     Console(file=shown, width=80, force_terminal=True, color_system=None).print(bar.get_renderable())
     (line,) = shown.getvalue().splitlines()
-    assert line.startswith(f"{label} ")
+    assert line.startswith(label if len(label) <= LABEL_WIDTH else label[: LABEL_WIDTH - 1])
     assert line.rstrip().endswith("2:00:00 2:00:00 left" if unit != "share" else "2:00:00 about 2:00:00 left"), line
     assert ("/s " in line) == (unit != "share")
 
