@@ -51,7 +51,6 @@ class Screen:
         self._draw, self._keys, self._hint = draw, keys, hint
         self._console = Console(highlight=False, markup=False)
         self._offset = 0
-        self._is_shown = False
         self._keyboard: int | None = None
         self._saved: Any = None
         self._code: int | None = None
@@ -111,11 +110,13 @@ class Screen:
 
     def _on_input(self) -> None:
         assert self._keyboard is not None
-        typed = os.read(self._keyboard, 64)
+        typed = b""
+        with suppress(OSError):  # The terminal's other side is gone, as if nothing were left to read.
+            typed = os.read(self._keyboard, 64)
         key = _ESCAPES.get(typed)
         for each in [key] if key else typed.decode("utf-8", "ignore"):
             self._press(each)
-        if not typed:  # The terminal's other side is gone.
+        if not typed:
             self._end(0)
         self._changed.set()
 

@@ -19,6 +19,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from corun.cli.gauges import GAUGE_WIDTH, Curve, Gauge, bar_of, cut, label, share_of, short
 from corun.cli.options import RouterOptions
 from corun.cli.screen import Screen, can_show
 from corun.cli.status import STATE_STYLES, in_line, is_serving
@@ -30,10 +31,8 @@ from corun.types import GONE_AS_PLANNED, ClientStatus, ClusterStatus, NodeRole, 
 
 FIRST_SPEEDS_S = 10.0
 """The longest wait for the speeds of a cluster that is shown once."""
-GAUGE_WIDTH = 24
 WIDE = 100
 """The columns from which a node has a bar of its slots."""
-_BARS = "▁▂▃▄▅▆▇█"
 SortName = Literal["node", "slots", "tokens", "kv", "queue"]
 
 
@@ -118,7 +117,7 @@ class View:
         status, rates = self.watched.status, self.watched.rates
         parts: list[RenderableType] = [*_summary(status, rates, self._address)]
         if trouble := self.watched.trouble:
-            parts.insert(1, _cut(Text(trouble, "red")))
+            parts.insert(1, cut(Text(trouble, "red")))
         rows = [(node, rates.of(node)) for node in status.nodes]
         rows.sort(key=lambda row: _ORDERS[self._sort](*row), reverse=self._is_reversed)
         parts += ["", _Nodes(rows, self._sort)]
@@ -134,19 +133,12 @@ def _none_last(value: float | None) -> float:
 
 _ORDERS: dict[SortName, Callable[[NodeStatus, Speed | None], Any]] = {
     "node": lambda node, _: node.node.ref.node_id,
-    "slots": lambda node, speed: (_none_last(_share(node.load.used_slots, node.node.slots)), node.node.ref.node_id),
-    "tokens": lambda node, speed: (_none_last(speed.tokens if speed else None), node.node.ref.node_id),
-    "kv": lambda node, speed: (
-        _none_last(_share(node.load.used_kv_blocks, node.node.kv_blocks)),
-        node.node.ref.node_id,
-    ),
-    "queue": lambda node, speed: (-node.load.queued_prompt_tokens, -in_line(node), node.node.ref.node_id),
+    "slots": lambda node, _: _none_last(share_of(node.load.used_slots, node.node.slots)),
+    "tokens": lambda _, speed: _none_last(speed.tokens if speed else None),
+    "kv": lambda node, _: _none_last(share_of(node.load.used_kv_blocks, node.node.kv_blocks)),
+    "queue": lambda node, _: (-node.load.queued_prompt_tokens, -in_line(node)),
 }
 """What nodes are sorted by, for each name of an order. Equal ones stay in the router's order."""
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 def _summary(status: ClusterStatus, rates: Rates, address: str) -> Iterable[RenderableType]:
@@ -155,8 +147,8 @@ def _summary(status: ClusterStatus, rates: Rates, address: str) -> Iterable[Rend
     head = Text.assemble(("corun top  ", "bold"), f"{status.router_id} at {address}, {model}")
     if status.fingerprint:
         head.append(f", {status.fingerprint[:8]}", "dim")
-    yield _cut(head)
-    yield _cut(_states(status))
+    yield cut(head)
+    yield cut(_states(status))
     ready = [node for node in status.nodes if node.state is NodeState.READY]
     decodes = [node for node in ready if node.node.role is NodeRole.DECODE]
     used, slots = sum(node.load.used_slots for node in decodes), sum(node.node.slots for node in decodes)
@@ -164,33 +156,24 @@ def _summary(status: ClusterStatus, rates: Rates, address: str) -> Iterable[Rend
     words = Text.assemble(f" {used:,}/{slots:,}", (f"  {waiting:,} in line", "yellow" if waiting else "dim"))
     queued = f"  queue {status.queued_samples:,}/{status.max_queued_samples:,}"
     words.append(queued, "yellow" if status.queued_samples else "dim")
-    yield _Gauge("slots", used, slots, words)
+    yield Gauge("slots", used, slots, words)
     blocks = sum(node.load.used_kv_blocks for node in decodes), sum(node.node.kv_blocks for node in decodes)
-    yield _Gauge("KV", *blocks, Text(f" {blocks[0]:,}/{blocks[1]:,} blocks of decode nodes"))
+    yield Gauge("KV", *blocks, Text(f" {blocks[0]:,}/{blocks[1]:,} blocks of decode nodes"))
     for name, role in (("decode", NodeRole.DECODE), ("prefill", NodeRole.PREFILL)):
         speed = rates.of_role(role, status)
         words = Text(" not known yet", "dim") if speed is None else Text(f" {in_figures(speed.tokens)} tokens/s")
         if speed is not None and role is NodeRole.PREFILL:
             queued_tokens = sum(node.load.queued_prompt_tokens for node in ready if node.node.role is role)
             words.append(f"  {queued_tokens:,} queued", "yellow" if queued_tokens else "dim")
-            if cached := _share(speed.cached_tokens, speed.tokens + speed.cached_tokens):
+            if cached := share_of(speed.cached_tokens, speed.tokens + speed.cached_tokens):
                 words.append(f"  {cached:.0%} cached")
-        yield _Curve(name, list(rates.history[role]), words)
-    yield _cut(_counts(status, rates))
-
-
-def _cut(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text
-
-
-def _label(name: str) -> tuple[str, str]:
-    return f"{name:<9}", "bold"
+        yield Curve(name, list(rates.history[role]), words)
+    yield cut(_counts(status, rates))
 
 
 def _states(status: ClusterStatus) -> Text:
     """Return how many nodes are in which state."""
-    text = Text.assemble(_label("nodes"))
+    text = Text.assemble(label("nodes"))
     counts = Counter(GONE_AS_PLANNED if node.detail == GONE_AS_PLANNED else node.state for node in status.nodes)
     parts = []
     for state in (*NodeState, GONE_AS_PLANNED):
@@ -205,7 +188,7 @@ def _states(status: ClusterStatus) -> Text:
 
 def _counts(status: ClusterStatus, rates: Rates) -> Text:
     """Return what has happened since the router started."""
-    text = Text.assemble(_label("samples"), f"{status.finished_samples:,} finished")
+    text = Text.assemble(label("samples"), f"{status.finished_samples:,} finished")
     if rates.finished is not None:
         text.append(f" ({in_figures(rates.finished)}/s)")
     audited = status.audit.matched + status.audit.mismatched
@@ -213,46 +196,6 @@ def _counts(status: ClusterStatus, rates: Rates) -> Text:
     text.append(f", {audited:,} audited, ")
     text.append(f"{status.mismatches:,} mismatches", "red" if status.mismatches else "")
     return text
-
-
-@dataclass(frozen=True)
-class _Gauge:
-    """A name, a bar of a share, and words."""
-
-    name: str
-    part: int
-    whole: int
-    words: Text
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Text]:
-        bar = bar_of(self.part, self.whole, GAUGE_WIDTH, is_ascii=options.ascii_only)
-        yield _cut(Text.assemble(_label(self.name), bar, self.words))
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """A name, the last values as columns, and words. The highest column is the largest of these values."""
-
-    name: str
-    values: list[float]
-    words: Text
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Text]:
-        values, most = self.values[-GAUGE_WIDTH:], max(self.values[-GAUGE_WIDTH:], default=0.0)
-        bars = "_.-=+*#@" if options.ascii_only else _BARS
-        heights = [
-            bars[min(len(bars) - 1, int(value / most * len(bars)))] if most and value else " " for value in values
-        ]
-        curve = "".join(heights).rjust(GAUGE_WIDTH)
-        yield _cut(Text.assemble(_label(self.name), (curve.rjust(GAUGE_WIDTH), "green"), self.words))
-
-
-def bar_of(part: int, whole: int, width: int, *, is_ascii: bool) -> Text:
-    """Return a bar: green for what is used. It is full only if all is, and empty only if nothing is."""
-    full = round(width * part / whole) if whole else 0
-    full = min(max(full, part > 0), width - (part < whole)) if whole else 0
-    used, rest = ("#", ".") if is_ascii else ("█", "░")
-    return Text.assemble((used * full, "green"), (rest * (width - full), "dim"))
 
 
 class _Nodes:
@@ -297,13 +240,13 @@ class _Clients:
         everyone = sum(one.decoding_samples for one in self._clients)
         for one in self._clients:
             line = one.leased_samples - one.decoding_samples
-            share = _share(one.decoding_samples, everyone) or 0.0
+            share = share_of(one.decoding_samples, everyone) or 0.0
             table.add_row(
                 Text(one.name),
                 str(one.weight),
                 str(one.decoding_samples),
                 Text(str(line) if line else "", "yellow"),
-                Text(_short(one.waiting_samples) if one.waiting_samples else "", "yellow"),
+                Text(short(one.waiting_samples) if one.waiting_samples else "", "yellow"),
                 bar_of(one.decoding_samples, everyone, len("of slots in use"), is_ascii=options.ascii_only),
                 f"{share:.0%}",
             )
@@ -334,16 +277,8 @@ def _cells(node: NodeStatus, speed: Speed | None) -> Iterable[Text]:
     yield Text("gone" if is_gone else node.state.value, "dim" if is_gone else STATE_STYLES[node.state])
     yield Text(f"{load.used_slots}/{info.slots}" if is_decode else "")
     yield Text(str(waiting) if (waiting := in_line(node)) else "", "yellow")
-    yield Text("" if (share := _share(load.used_kv_blocks, info.kv_blocks)) is None else f"{share:.0%}")
+    yield Text("" if (share := share_of(load.used_kv_blocks, info.kv_blocks)) is None else f"{share:.0%}")
     yield Text("" if speed is None else in_figures(speed.tokens))
     yield Text("" if speed is None or not is_decode else in_figures(speed.steps))
-    yield Text(_short(load.queued_prompt_tokens) if load.queued_prompt_tokens else "", "yellow")
+    yield Text(short(load.queued_prompt_tokens) if load.queued_prompt_tokens else "", "yellow")
     yield Text(f"{node.last_heartbeat_ms / 1000:.1f}s" if node.last_heartbeat_ms < 99_950 else ">99s")
-
-
-def _short(number: int) -> str:
-    """Return a number in at most five characters, as 12.3k."""
-    for limit, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= 10 * limit:
-            return f"{number / limit:.0f}{letter}" if number >= 100 * limit else f"{number / limit:.1f}{letter}"
-    return str(number)
