@@ -109,7 +109,7 @@ def test_keys_sort_reverse_scroll_and_end_it(fake: FakeRouter) -> None:
             terminal.until(functools.partial(is_so, terminal, hint, wanted))
         terminal.resize(60, 9)
         terminal.signal(signal.SIGWINCH)
-        terminal.until(lambda: "scroll" in terminal.text.splitlines()[8] and "corun top" in terminal.text)
+        terminal.until(lambda: "scroll" in terminal.screen.display[8] and "corun top" in terminal.text)
         terminal.type("\x1b[6~")
         terminal.until(lambda: "corun top" not in terminal.text)
         terminal.type("q")
