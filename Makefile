@@ -22,10 +22,10 @@ STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pypr
 OWNER := $(VENV)/.checkout
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help setup demo chat test test-all chaos fuzz check proto docs fmt lock clean distclean
+.PHONY: help setup demo chat test test-all chaos fuzz check proto docs fmt lock release-check clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, chat, tests, chaos and fuzz"
 
 setup: $(STAMP) ## Make the virtual environment from the lock file
@@ -118,6 +118,9 @@ lock: $(TOOL) ## Resolve the lock files again; ARGS=--upgrade moves the versions
 	@printf 'uv==%s\nhatchling\n' $(UV_VERSION) | $(UV) pip compile - --quiet --universal --python-version 3.10 \
 		--constraint locks/cpu.txt --generate-hashes --no-annotate --custom-compile-command "make lock" -o locks/build.txt
 	@for target in router build; do sed -i -E "s/ ; $(COMMON)( \\\\|$$)/\1/" locks/$$target.txt; done
+
+release-check: $(STAMP) ## Check tag, version, CHANGELOG.md and the distributions, which are left in dist/
+	@$(PY) .ci/release.py $(ARGS)
 
 clean: ## Remove caches and build output
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -16,6 +16,11 @@ from typing import Any
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole, from_plain
 
+CONTRACT_VERSION = 9
+"""The version of the contract's form: of its fields, and of the rules that the cluster's own code gives names to.
+
+It grows with each change of this project after which equal nodes have other fingerprints. CHANGELOG.md has a table of
+all versions. It is no part of the fingerprint, which tells the same in full."""
 ABSENT = "(absent)"
 """The text that stands for a field that one of two contracts does not have."""
 _MAX_INT = 2**53 - 1

@@ -367,6 +367,22 @@ class Distribution:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClientStatus:
+    """What a client has at a router now."""
+
+    name: str
+    """The name of its token or, without tokens, the host that it calls from."""
+    weight: int = 1
+    """Under load, clients share by their weights."""
+    waiting_samples: int = 0
+    """The number of its samples in the queue."""
+    leased_samples: int = 0
+    """The number of its samples with room on a decode node: in slots, and in line for one."""
+    decoding_samples: int = 0
+    """The number of these that have a token, and so a slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """The members of the cluster and how busy they are, as one router sees them."""
 
@@ -396,6 +412,8 @@ class ClusterStatus:
     not tell."""
     output_token_seconds: Distribution | None = None
     """The seconds per token after a sample's first one, the mean over each sample, since the router started."""
+    clients: tuple[ClientStatus, ...] = ()
+    """The clients that have samples, by name, if they were asked for: the caller alone, unless it is an operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from corun.client.progress import ProgressBar
 from corun.errors import CorunError, InternalError, InvalidArgumentError
 from corun.launch.runtime import STOP_SIGNALS
 from corun.models import resolve_model
@@ -49,6 +50,8 @@ WARM_UP, COMPARED = -1, -2
 """The repeats whose requests warm up a system, and those that run twice."""
 WATCH_S = 0.25
 PROGRESS_S = 15.0
+BAR_HZ = 1.0
+"""How often the bar is drawn in a second: seldom, since it takes time from the loop that measures."""
 
 
 def run(options: BenchOptions) -> int:
@@ -277,22 +280,27 @@ class Benchmark:
             self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")
 
     async def _drive(self, found: RunningSystem, workload: Workload, *, logprobs: bool = False) -> Run:
-        """Run a workload; say now and then how far it is.
+        """Run a workload; show how far it is as a bar on a terminal, and say it now and then elsewhere.
 
         Raises UnavailableError if an engine died during it: the result is then no measurement.
         """
         count, said = 0, time.monotonic()
+        bar = ProgressBar(len(workload.requests), "requests", refresh_hz=BAR_HZ)
 
         def done() -> None:
             nonlocal count, said
             count += 1
+            bar.advance()
+            if bar.is_shown:
+                return
             if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
                 said = time.monotonic()
                 self.say(f"{found.name}: {workload.name}: {count} of {len(workload.requests)} requests done")
 
         found.sent += len(workload.requests)
         timeout_s = self.options.timeout_s
-        run = await drive(found.target, workload, logprobs=logprobs, timeout_s=timeout_s, on_done=done)
+        with bar:
+            run = await drive(found.target, workload, logprobs=logprobs, timeout_s=timeout_s, on_done=done)
         found.check()
         return run
 

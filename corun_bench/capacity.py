@@ -11,6 +11,7 @@ nodes and clients share the machine's cores.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ from typing import Any
 
 import corun
 from corun.client.client import Client
+from corun.client.progress import ProgressBar
 from corun.errors import UnavailableError
 from corun.models import tiny
 from corun.node.vllm.start import free_port
@@ -62,7 +64,11 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
     setup.check()
     found = conditions(setup)
     wanted = [path for path in METHODS if path != "separate" or setup.separate]
-    runs = [{path: _measure_path(setup, path) for path in wanted} for _ in range(setup.repeats)]
+    runs: list[dict[str, dict[str, Any]]] = [{} for _ in range(setup.repeats)]
+    with ProgressBar(setup.repeats * len(wanted), "paths", refresh_hz=1.0) as bar:
+        for run, path in itertools.product(runs, wanted):
+            run[path] = _measure_path(setup, path)
+            bar.advance()
     paths = {path: _together([run[path] for run in runs]) for path in runs[0]}
     delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
     added = {name: round(delays[name] - base[name], 3) for name in SHARES}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,9 +130,8 @@ class OneLine:
 
 
 def _progress() -> Callable[[str], None]:
-    """Return what prints a line of progress on stderr."""
-    console = Console(stderr=True)
-    return lambda text: console.print(text, style="dim")
+    """Return what prints a line of progress on stderr, above a bar if there is one."""
+    return lambda text: print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)

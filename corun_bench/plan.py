@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from corun.client.progress import ProgressBar
 from corun.errors import InvalidArgumentError
 from corun.models import resolve_model
 from corun_bench import conditions, metrics, rates, results, workloads
@@ -135,7 +136,12 @@ class _Planner:
         workload = self._make(count)
         workload = replace(workload, max_concurrency=in_flight)
         self._say(f"{len(candidates)} placements on {engines} engines, {len(workload.requests)} requests each")
-        return [self._row(counts, workload) for counts in candidates]
+        rows = []
+        with ProgressBar(len(candidates), "placements") as bar:
+            for counts in candidates:
+                rows.append(self._row(counts, workload))
+                bar.advance()
+        return rows
 
     def _row(self, counts: NodeCounts, workload: Workload) -> Row:
         found = simulate(counts, self._rates, workload, samples=self._spec.samples)

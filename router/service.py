@@ -29,6 +29,7 @@ from corun.v1 import registry_service_pb2 as registry_pb2
 from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.verifier import Verifier, naming_case
+from router.clients import clients_of
 from router.clock import loop_time
 from router.delivery import OutputStreams, Responses
 from router.metrics import RouterMetrics
@@ -142,6 +143,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             sample_retries=metrics.num_retries,
             first_token_seconds=metrics.time_to_first_token_seconds.value,
             output_token_seconds=metrics.time_per_output_token_seconds.value,
+            clients=clients_of(self.queue, self.registry.decodes.values(), viewer) if request.with_clients else (),
         )
         return codec.cluster_status_to_proto(status if viewer.is_operator else for_client(status))
 

@@ -20,6 +20,7 @@ import tyro
 import corun
 from corun.cli.batch import Batch
 from corun.cli.chat import Chat
+from corun.cli.colours import coloured
 from corun.cli.diff import Diff
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.generate import Generate
@@ -27,8 +28,10 @@ from corun.cli.models import Model
 from corun.cli.replay import Replay
 from corun.cli.status import Status
 from corun.cli.tools import Certs, Gateway
+from corun.cli.top import Top
 from corun.cli.up import Scale, Up
 from corun.cli.verify import Verify
+from corun.contract import CONTRACT_VERSION
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -79,6 +82,7 @@ COMMANDS: dict[str, type[Any]] = {
     "chat": Chat,
     "batch": Batch,
     "status": Status,
+    "top": Top,
     "verify": Verify,
     "replay": Replay,
     "diff": Diff,
@@ -130,7 +134,7 @@ def parse(argv: Sequence[str]) -> Any:
         description = inspect.getdoc(command) or ""
         return tyro.cli(command, prog=f"corun {name}", description=description, args=rest, config=_STYLE)
     if list(argv) == ["--version"]:
-        print(f"corun {corun.__version__}")
+        print(f"corun {corun.__version__} (contract {CONTRACT_VERSION})")
         raise SystemExit(OK)
     if argv and not argv[0].startswith("-"):
         raise SystemExit(_fail(_mistyped(argv), USAGE))
@@ -155,5 +159,5 @@ def _mistyped(argv: Sequence[str]) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"corun: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{coloured('corun:', 'red', stderr=True)} {' '.join(message.split())}", file=sys.stderr)
     return code

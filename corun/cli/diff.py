@@ -89,7 +89,7 @@ class Diff:
         alone = {"first": summary["only_in_first"], "second": summary["only_in_second"]}
         rest = "".join(f"; {count} only in the {which}" for which, count in alone.items() if count)
         verdict = f"{len(found)} differ" if found else "every bit agrees"
-        console.print(f"{summary['rows']} rows in both: {verdict}{rest}", style="bold")
+        console.print(f"{summary['rows']} rows in both: {verdict}{rest}", style="bold red" if found else "bold green")
 
 
 def difference(first: Row, second: Row) -> str:

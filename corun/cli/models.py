@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from corun.cli.options import OptionalPath
+from corun.client.progress import new_bar
 from corun.config.extras import needs_extra
 from corun.models import SMOLLM2, TINY, smollm2
 
@@ -47,12 +47,26 @@ def prepare(model: str) -> None:
 
 
 def fetched(directory: Path | None = None) -> Path:
-    """Return the directory of smollm2, and show on stderr how far it is while it is fetched and converted."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    """Return the directory of smollm2. On stderr, show how far it is while it is fetched and converted: as a bar on a
+    terminal, and as a line for each stage elsewhere."""
+    if not sys.stderr.isatty():
+        return smollm2.ensure(directory, _Lines())
+    with new_bar(unit="bytes") as bar:
         task = bar.add_task("", total=smollm2.SIZE, visible=False)
 
         def tell(doing: str, count: int) -> None:
             bar.update(task, description=doing, completed=count, visible=True)
 
         return smollm2.ensure(directory, tell)
+
+
+class _Lines:
+    """Prints each thing that is done once."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def __call__(self, doing: str, count: int) -> None:
+        if doing != self._said:
+            self._said = doing
+            print(f"{doing} ({smollm2.SIZE / 1e6:.0f} MB)", file=sys.stderr, flush=True)

@@ -19,7 +19,6 @@ TOKEN_FILE_VARIABLE = "CORUN_TOKEN_FILE"
 
 PriorityName = Literal["high", "normal", "low"]
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="[PATH]")]
 
 

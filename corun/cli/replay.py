@@ -9,8 +9,10 @@ from typing import Any
 
 import tyro
 
+from corun.cli.colours import coloured
 from corun.cli.options import RouterOptions
 from corun.client.client import Client
+from corun.client.progress import ProgressBar
 from corun.completion import Sample
 from corun.errors import InvalidArgumentError
 from corun.receipt import text_digest
@@ -49,11 +51,12 @@ class Replay:
     def run(self) -> int:
         recorded = self._recorded()
         num_equal = 0
-        with self.cluster.client() as client:
+        with self.cluster.client() as client, ProgressBar(len(recorded), "samples") as bar:
             for case, values in recorded:
                 found = replayed(client, case, values)
                 num_equal += found["match"]
                 print(to_line(found) if self.json else _sentence(found), flush=True)
+                bar.advance()
         if len(recorded) > 1 and not self.json:
             print(f"{num_equal} of {len(recorded)} samples are {BIT_EXACT}")
         return 0 if num_equal == len(recorded) else 3
@@ -107,7 +110,7 @@ def _difference(done: Sample, case: NamedCase, values: Mapping[str, Any]) -> str
 
 
 def _sentence(found: Mapping[str, Any]) -> str:
-    verdict = BIT_EXACT if found["match"] else f"DIFFERS at {found['difference']}"
+    verdict = coloured(BIT_EXACT, "green") if found["match"] else coloured(f"DIFFERS at {found['difference']}", "red")
     lines = [f"{found['id']}: {verdict}; {found['num_tokens']} tokens, seed {found['seed']}"]
     if recorded_and_now := found.get("fingerprints"):
         lines.append("  another contract: recorded {}, now {}".format(*recorded_and_now))

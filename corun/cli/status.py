@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from corun.cli.options import OptionalFloat, RouterOptions
+from corun.cli.options import RouterOptions
+from corun.cli.screen import Screen, can_show
+from corun.cli.watching import Watched
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
 from corun.types import GONE_AS_PLANNED, ClusterStatus, Freedom, NodeRole, NodeState, NodeStatus, state_in_words
 
 SLOTS_PER_LINE = 64
-_STYLES = {
+WATCH_S = 2.0
+STATE_STYLES = {
     NodeState.READY: "green",
     NodeState.JOINING: "yellow",
     NodeState.DRAINING: "yellow",
@@ -37,31 +39,49 @@ class Status:
 
     examples:
       corun status
-      corun status --watch 1
-      corun status --json
+      corun status --watch
+      corun status --watch 0.5 --json
     """
 
-    watch: OptionalFloat = None
-    """Show the status again every so many seconds, until Ctrl-C."""
+    watch: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="[SECONDS]")] = None
+    """Show the status every so many seconds, by default 2, until q or Ctrl-C: on a terminal as one live picture."""
     json: bool = False
-    """Print one JSON object instead."""
+    """Print one JSON object instead, with --watch one a line."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
 
     def run(self) -> int:
-        if self.watch is not None and not 0.1 <= self.watch <= 3600:
-            raise InvalidArgumentError("watch", self.watch, "must be in [0.1, 3600] seconds")
+        if self.watch is not None:
+            interval_s = self.watch[0] if self.watch else WATCH_S
+            if len(self.watch) > 1 or not 0.1 <= interval_s <= 3600:
+                raise InvalidArgumentError("watch", self.watch, "must be one number in [0.1, 3600], of seconds")
+            return asyncio.run(self._watch(interval_s))
         with self.cluster.client() as client:
             status = client.get_cluster()
-            if self.watch is None:
-                if self.json:
-                    print(to_line(status_to_dict(status)))
-                else:
-                    Console(highlight=False, markup=False).print(picture(status, self.cluster.router))
-                return 0 if is_serving(status) else 4
-            with Live(picture(status, self.cluster.router), auto_refresh=False) as live:
-                while True:
-                    time.sleep(self.watch)
-                    live.update(picture(client.get_cluster(), self.cluster.router), refresh=True)
+        self._print(status)
+        return 0 if is_serving(status) else 4
+
+    def _print(self, status: ClusterStatus) -> None:
+        if self.json:
+            print(to_line(status_to_dict(status)), flush=True)
+        else:
+            Console(highlight=False, markup=False).print(picture(status, self.cluster.router))
+
+    async def _watch(self, interval_s: float) -> int:
+        async with self.cluster.async_client() as client:
+            watched = Watched(await client.get_cluster())
+            if can_show() and not self.json:
+
+                def draw() -> RenderableType:
+                    lines = [Text(watched.trouble, "red", no_wrap=True, overflow="ellipsis")] if watched.trouble else []
+                    return Group(*lines, picture(watched.status, self.cluster.router))
+
+                return await Screen(draw, keys={}, hint=str).run(lambda: watched.ask(client), interval_s)
+            while True:
+                self._print(watched.status)
+                await asyncio.sleep(interval_s)
+                watched.take(await client.get_cluster())
+                if not self.json:
+                    print()  # Between two pictures.
 
 
 def is_serving(status: ClusterStatus) -> bool:
@@ -112,13 +132,13 @@ def slot_map(node: NodeStatus) -> RenderableType:
     """Return the slots of a decode node as squares, as many of them full as samples decode."""
     used, total = node.load.used_slots, node.node.slots
     title = Text.assemble(
-        (f"{node.node.ref.node_id} ", "bold"), f"{used} of {total} slots in use, {_in_line(node)} in line"
+        (f"{node.node.ref.node_id} ", "bold"), f"{used} of {total} slots in use, {in_line(node)} in line"
     )
     rows = (range(start, min(start + SLOTS_PER_LINE, total)) for start in range(0, total, SLOTS_PER_LINE))
     return Group(title, *(_Squares([slot < used for slot in row]) for row in rows))
 
 
-def _in_line(node: NodeStatus) -> int:
+def in_line(node: NodeStatus) -> int:
     """Return the number of samples that have room on a decode node and no slot yet."""
     return max(0, node.load.leases - node.load.used_slots)
 
@@ -181,12 +201,12 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
         node, load = status.node, status.load
         state = Text(state_in_words(status.state, status.detail))
         if status.detail != GONE_AS_PLANNED:
-            state.stylize(_STYLES[status.state], 0, len(status.state.value))
+            state.stylize(STATE_STYLES[status.state], 0, len(status.state.value))
         busy = f"{load.queued_prompt_tokens} queued tokens"
         done = f"{load.tokens} tokens\n{load.cached_tokens} cached"
         if node.role is NodeRole.DECODE:
             busy, done = (
-                f"{load.used_slots}/{node.slots} slots, {_in_line(status)} in line",
+                f"{load.used_slots}/{node.slots} slots, {in_line(status)} in line",
                 f"{load.tokens} tokens\n{load.steps} steps",
             )
             if tokens := load.kv_reads.prompt_tokens:

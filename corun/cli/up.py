@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from corun.cli.models import prepare
 from corun.config.cluster_file import (
@@ -34,6 +35,8 @@ from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
 from corun.models import TINY
 
+STATE_STYLES = {"ok": "green", "slow": "yellow", "fails": "red"}
+"""How what was found of this machine is shown."""
 SETTINGS = {
     "common": ("model", "dtype", "threads"),
     "router": ("host", "port", "audit_fraction", "audit_dir", "metrics_port"),
@@ -125,7 +128,12 @@ class Up:
         preflight = importlib.import_module("corun.launch.preflight")
         found = preflight.look(spec)
         console.print()
-        console.print(_table(("", "needs", "has", ""), ((one.what, one.needs, one.has, one.state) for one in found)))
+        console.print(
+            _table(
+                ("", "needs", "has", ""),
+                ((one.what, one.needs, one.has, Text(one.state, STATE_STYLES[one.state])) for one in found),
+            )
+        )
         if failing := preflight.failing(found):
             console.print(f"\nit would not start here: {', '.join(failing)}")
         return 1 if failing else 0
@@ -159,7 +167,7 @@ class Up:
         return ClusterSpec(pools=(pool,))
 
 
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _table(names: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(name, overflow="fold")

@@ -114,4 +114,5 @@ def show(report: Report) -> None:
     verdict = "BITS DIFFER" if report.differences else "every bit agrees"
     missing = f"; {report.num_missing} of {report.num_runs} runs were not run" if report.num_missing else ""
     line = f"{report.num_cases} cases, {report.runs.total()} runs: {verdict}{missing}"
-    console.print(line, style="bold", soft_wrap=True)
+    style = "red" if report.differences else "yellow" if report.num_missing else "green"
+    console.print(line, style=f"bold {style}", soft_wrap=True)

@@ -277,7 +277,7 @@ class AsyncClient:
         return checked_scores(request, await self._answer("Score", request, deadline))
 
     async def get_cluster(
-        self, *, samples: bool = False, contracts: bool = True, timeout_s: float | None = None
+        self, *, samples: bool = False, contracts: bool = True, clients: bool = False, timeout_s: float | None = None
     ) -> ClusterStatus:
         """Return the members of the cluster and how busy they are.
 
@@ -287,6 +287,7 @@ class AsyncClient:
             samples: return which samples hold the slots of decode nodes, too: all of them to an operator, and to others
                 what their own samples are and that there are more.
             contracts: return the contract of each node. They are most of the answer, and change with a node only.
+            clients: return which clients have samples, too: all of them to an operator, and to others only themselves.
             timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
 
         Raises:
@@ -299,7 +300,7 @@ class AsyncClient:
             for node in status.nodes:
                 print(node.node.ref.node_id, node.state.value)
         """
-        request = pb.GetClusterRequest(with_samples=samples, without_contracts=not contracts)
+        request = pb.GetClusterRequest(with_samples=samples, without_contracts=not contracts, with_clients=clients)
         return codec.cluster_status_from_proto(await self._ask("GetCluster", request, timeout_s))
 
     async def get_chat_template(self, *, timeout_s: float | None = None) -> TemplateSource:

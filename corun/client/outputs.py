@@ -166,7 +166,11 @@ async def _may_still_come(call: Any, stream: _Stream[Any]) -> bool:
 
 
 async def _until(arrived: asyncio.Event, deadline: Deadline) -> None:
+    # Before Python 3.12, `wait_for` returns although its task is cancelled, if the event comes at the same moment.
+    waiting = asyncio.ensure_future(arrived.wait())
     try:
-        await asyncio.wait_for(arrived.wait(), deadline.remaining_s)
-    except asyncio.TimeoutError:
-        raise DeadlineError("the rest of the output did not come in time") from None
+        await asyncio.wait((waiting,), timeout=deadline.remaining_s)
+    finally:
+        waiting.cancel()
+    if not arrived.is_set():
+        raise DeadlineError("the rest of the output did not come in time")

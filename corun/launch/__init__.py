@@ -56,9 +56,11 @@ def run(
                 cluster.start()
                 cluster.watch(signals)
         except (DeadlineError, UnavailableError) as error:
+            say.close()
             say(f"giving up: {error}")
             code = 1
         finally:
+            say.close()
             cluster.stop(signals)
     say(f"ended: every process has stopped; logs in {logs}")
     return code

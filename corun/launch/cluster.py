@@ -235,9 +235,8 @@ class Cluster:
         if not self._is_ready:
             used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
             nodes = {member: status.doing for member, status in statuses.items() if not member.is_router}
-            self._say.starting(
-                {node.name: doing for node, doing in nodes.items() if not used.issuperset(node.node_ids)}
-            )
+            late = {node.name: doing for node, doing in nodes.items() if not used.issuperset(node.node_ids)}
+            self._say.starting(late, nodes=len(nodes))
 
     def _hear(self, pool: _Pool, answers: Sequence[ClusterStatus]) -> None:
         """Take what the routers of a pool say of its nodes, and report it.
@@ -264,6 +263,8 @@ class Cluster:
         wanted = {name for m in members(self._spec) if m.pool == pool.spec.name for name in m.node_ids}
         if not pool.is_ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
             pool.is_ready = True
+            if self._is_ready:
+                self._say.close()
             slots = sum(used[0][name] for name in wanted)
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
             with suppress(BrokenPipeError):

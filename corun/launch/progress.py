@@ -11,19 +11,42 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from corun.client.progress import new_bar
 from corun.client.request import DEFAULT_ADDRESS
 from corun.config.cluster_file import PoolSpec
 from corun.config.fields import is_loopback
+from corun.observe.stages import LAST
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 QUIET_S = 10.0
-"""The longest time in seconds without a message during a start."""
+"""The longest time in seconds without a message during a start, unless a bar shows how far it is."""
+PASSED = {
+    "importing vLLM": 0.02,
+    "starting the engine": 0.3,
+    "loading the weights": 0.4,
+    "hashing the weights": 0.45,
+    "compiling, and measuring memory for KV": 0.5,
+    "warming up, and capturing graphs": 0.55,
+    "testing itself": 0.6,
+    "testing other ways": 0.85,
+    LAST: 0.98,
+}
+"""The share of a node's start that has passed when a stage begins, by the beginning of its name. It is a guess: what
+takes long depends on the model and the device. Before these stages, such as while a model is fetched, it is 0."""
 
 
 class Progress:
-    """Prints lines with the time since the start on stderr. `change` prints a repeated line only once."""
+    """Prints lines with the time since the start on stderr. `change` prints a repeated line only once.
+
+    On a terminal, a bar below the lines shows how far the start of the nodes is, until `close`.
+    """
 
     def __init__(self) -> None:
+        self._bar: Bar | None = None
         self._start = self._last = time.monotonic()
         self._said: dict[str, str] = {}
         self._stages: dict[str, tuple[str, float]] = {}  # The stage of each starting node, and when it began.
@@ -38,8 +61,11 @@ class Progress:
             self._said[subject] = text
             self(f"{subject}: {text}")
 
-    def starting(self, doing: Mapping[str, str]) -> None:
-        """Report what the nodes that are not ready do now. doing: the stage by node name; empty: not known."""
+    def starting(self, doing: Mapping[str, str], *, nodes: int = 0) -> None:
+        """Report what the nodes that are not ready do now.
+
+        doing: the stage by node name; empty: not known. nodes: the number of all nodes that are to be ready.
+        """
         now = time.monotonic()
         waiting = []
         for name, stage in doing.items():
@@ -48,8 +74,30 @@ class Progress:
                 if stage:
                     self(f"{name}: {stage}")
             waiting.append(f"{name} ({stage}, {now - self._stages[name][1]:.0f} s)" if stage else name)
-        if waiting and time.monotonic() - self._last > QUIET_S:
+        if nodes and sys.stderr.isatty():
+            self._draw(doing, nodes)
+        elif waiting and time.monotonic() - self._last > QUIET_S:
             self(f"waiting for {', '.join(waiting)}")
+
+    def _draw(self, doing: Mapping[str, str], nodes: int) -> None:
+        if self._bar is None:
+            self._bar = new_bar(unit="share")
+            self._bar.add_task("", total=1.0)
+            self._bar.start()
+        ready = nodes - len(doing)
+        share = (ready + sum(map(passed, doing.values()))) / nodes
+        self._bar.update(self._bar.task_ids[0], completed=share, description=f"{ready} of {nodes} nodes ready")
+
+    def close(self) -> None:
+        """Take the bar away. Lines can still be printed."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+
+def passed(stage: str) -> float:
+    """Return the share of a node's start that has passed when it begins a stage."""
+    return next((share for name, share in PASSED.items() if stage.startswith(name)), 0.0)
 
 
 def next_steps(pool: PoolSpec, address: str) -> list[str]:

@@ -34,6 +34,7 @@ from corun.receipt import Receipt
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.types import (
     AuditStatus,
+    ClientStatus,
     ClusterStatus,
     Distribution,
     FinishReason,
@@ -243,6 +244,7 @@ node_load_to_proto, node_load_from_proto = _mirror(NodeLoad, registry_pb2.NodeLo
 _mirror(SlotSamples, cluster_pb2.SlotSamples)
 _mirror(NodeStatus, cluster_pb2.NodeStatus)
 _mirror(Distribution, cluster_pb2.Distribution)
+_mirror(ClientStatus, cluster_pb2.ClientStatus)
 _mirror(AuditStatus, cluster_pb2.AuditStatus)
 _mirror(ModelStatus, cluster_pb2.ModelStatus)
 cluster_status_to_proto, cluster_status_from_proto = _mirror(ClusterStatus, cluster_pb2.GetClusterResponse)

@@ -199,15 +199,17 @@ class Score(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., output_digest: _Optional[str] = ..., equals_generation: bool = ..., prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., token_texts: _Optional[_Iterable[str]] = ..., top_token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
-    __slots__ = ("with_samples", "without_contracts")
+    __slots__ = ("with_samples", "without_contracts", "with_clients")
     WITH_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_CONTRACTS_FIELD_NUMBER: _ClassVar[int]
+    WITH_CLIENTS_FIELD_NUMBER: _ClassVar[int]
     with_samples: bool
     without_contracts: bool
-    def __init__(self, with_samples: bool = ..., without_contracts: bool = ...) -> None: ...
+    with_clients: bool
+    def __init__(self, with_samples: bool = ..., without_contracts: bool = ..., with_clients: bool = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit", "model", "queued_prompt_tokens", "sample_retries", "first_token_seconds", "output_token_seconds")
+    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit", "model", "queued_prompt_tokens", "sample_retries", "first_token_seconds", "output_token_seconds", "clients")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +224,7 @@ class GetClusterResponse(_message.Message):
     SAMPLE_RETRIES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     fingerprint: str
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
@@ -236,7 +239,22 @@ class GetClusterResponse(_message.Message):
     sample_retries: int
     first_token_seconds: Distribution
     output_token_seconds: Distribution
-    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., queued_prompt_tokens: _Optional[int] = ..., sample_retries: _Optional[int] = ..., first_token_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., output_token_seconds: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
+    clients: _containers.RepeatedCompositeFieldContainer[ClientStatus]
+    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., queued_prompt_tokens: _Optional[int] = ..., sample_retries: _Optional[int] = ..., first_token_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., output_token_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., clients: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ...) -> None: ...
+
+class ClientStatus(_message.Message):
+    __slots__ = ("name", "weight", "waiting_samples", "leased_samples", "decoding_samples")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DECODING_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: int
+    waiting_samples: int
+    leased_samples: int
+    decoding_samples: int
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[int] = ..., waiting_samples: _Optional[int] = ..., leased_samples: _Optional[int] = ..., decoding_samples: _Optional[int] = ...) -> None: ...
 
 class Distribution(_message.Message):
     __slots__ = ("bounds", "counts", "sum")

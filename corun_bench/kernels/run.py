@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from corun.client.progress import ProgressBar
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun.node.vllm import pin
@@ -74,12 +75,14 @@ def measure(options: KernelOptions, tell: Callable[[str], None]) -> dict[str, An
     rows: list[Row] = []
     unavailable: list[Row] = list(missing_here(options))
     found = process_groups(shapes, options)
-    for number, tasks in enumerate(found, 1):
-        kernels, variants = ({getattr(task, name): 0 for task in tasks} for name in ("kernel", "variant"))
-        tell(f"{number} of {len(found)}: {', '.join(kernels)} ({', '.join(variants)})")
-        measured, missing = run(tasks, options)
-        rows += measured
-        unavailable += missing
+    with ProgressBar(len(found), "processes", refresh_hz=1.0) as bar:
+        for number, tasks in enumerate(found, 1):
+            kernels, variants = ({getattr(task, name): 0 for task in tasks} for name in ("kernel", "variant"))
+            tell(f"{number} of {len(found)}: {', '.join(kernels)} ({', '.join(variants)})")
+            measured, missing = run(tasks, options)
+            rows += measured
+            unavailable += missing
+            bar.advance()
     conditions = _conditions(options, facts, distribution)
     conditions |= {"measured_s": round(time.monotonic() - started, 1), "notes": notes}
     return {"schema": KERNELS_SCHEMA, "conditions": conditions, "kernels": rows, "unavailable": unavailable}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import time
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from corun import Client, InvalidArgumentError, OverloadedError, SamplingParams, UnavailableError
-from corun.client.progress import ProgressBar, new_bar
+from corun.client.progress import LABEL_WIDTH, ProgressBar, in_figures, new_bar
 from tests.corun.fake_router import WAIT_S, FakeRouter, sample_output
 
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
@@ -97,3 +100,31 @@ def test_what_is_left_goes_by_the_pace_of_the_whole() -> None:
     assert bar.tasks[0].time_remaining == 28 * 40
     shown = [column(bar.tasks[0]) for column in bar.columns if not isinstance(column, str)]
     assert "0.025/s" in [getattr(each, "plain", "") for each in shown]
+
+
+@pytest.mark.parametrize(
+    ("unit", "label", "total"),
+    [
+        ("items", "placements", 123_456),
+        ("bytes", "converting smollm2", 92_871_040),
+        ("share", "15 of 16 nodes ready", 1),
+    ],
+)
+def test_a_bar_is_one_line_of_80_columns_with_what_is_left(unit: Any, label: str, total: int) -> None:
+    bar, now = new_bar(unit=unit), 0.0
+    bar.get_time = lambda: now
+    task = bar.add_task(label, total=total)
+    for part in (0.1, 0.4):
+        now += 3600
+        bar.update(task, completed=total * part)
+    shown = io.StringIO()
+    Console(file=shown, width=80, force_terminal=True, color_system=None).print(bar.get_renderable())
+    (line,) = shown.getvalue().splitlines()
+    assert line.startswith(label if len(label) <= LABEL_WIDTH else label[: LABEL_WIDTH - 1])
+    assert line.rstrip().endswith("2:00:00 2:00:00 left" if unit != "share" else "2:00:00 about 2:00:00 left"), line
+    assert ("/s " in line) == (unit != "share")
+
+
+def test_rates_have_figures_and_no_exponents() -> None:
+    found = {value: in_figures(value) for value in (0, 0.0001, 0.025, 1.5, 99.96, 1234567.8)}
+    assert list(found.values()) == ["0", "<0.001", "0.025", "1.5", "100", "1,234,568"]

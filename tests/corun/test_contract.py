@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corun.contract import (
     ABSENT,
+    CONTRACT_VERSION,
     Contract,
+    DecodeContract,
+    ModelContract,
+    PrefillContract,
     diff,
     pair_fingerprint,
 )
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole
 
+ROOT = Path(__file__).parents[2]
+NODE = "corun/node/vllm"
 MODEL_JSON = (
     '"model":{"blas_policy":"","block_size":128,"config_digest":"' + "c" * 64 + '","cpu_caches":[32768,1048576,0],'
     '"cpu_features":["amx_tile","avx2"],"cpu_isa":"avx512 ®","cuda":"","device":"cpu","driver":"","dtype":"float32",'
@@ -51,6 +60,30 @@ def test_fingerprints_are_pinned() -> None:
     assert PREFILL.fingerprint() == "65af70d783459b9160420f9772a3f2275fb62de7162614d29b17904057bf4780"
     assert DECODE.fingerprint() == "4eb18e2652df55dd3b673d5d06f15e956691f63e7f2cf099e0ed1001b1723977"
     assert pair_fingerprint(PREFILL, DECODE) == "ef7da23de66a2cee14f295d774c0d299fae532b5ba717a47de07bf4534458fb0"
+
+
+def test_what_moves_every_fingerprint_raises_the_contract_version() -> None:
+    """If this fails: raise CONTRACT_VERSION, add a line to CHANGELOG.md's table of contract versions, and write the new
+    values here. Texts are read from sources, because the modules load torch."""
+    parts = (ModelContract, PrefillContract, DecodeContract)
+    form = [f"{part.__name__}.{field.name}: {field.type}" for part in parts for field in fields(part)]
+    sources = (
+        "decode_node/sampling.py",
+        "prefill_node/scoring.py",
+        *(f"{NODE}/{name}.py" for name in ("pin", "facts")),
+    )
+    assigned = {
+        target.id: [constant.value for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)]
+        for source in sources
+        for node in ast.parse((ROOT / source).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    rules = ("SAMPLER_VERSION", "GPU_SAMPLER_VERSION", "SCORER_VERSION", "SPLITS", "PIECE_TOKENS", "LIBRARIES")
+    text = "\n".join([*form, *(f"{name} = {assigned[name]}" for name in rules)])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert (CONTRACT_VERSION, digest[:16]) == (9, "58039998027bccf1")
 
 
 def test_round_trip() -> None:

@@ -160,7 +160,10 @@ def broken_links(page: str, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [DEPLOY, README, K8S])
+PROJECT = [f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
+
+
+@pytest.mark.parametrize("page", [DEPLOY, README, K8S, *PROJECT])
 def test_links_lead_somewhere(page: str) -> None:
     assert broken_links(page, text_of(page)) == []
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.client.outputs import Outputs
+from corun.client.outputs import Outputs, _until
 from corun.client.routers import Deadline
 from corun.errors import CancelledByPeerError, DeadlineError, InvalidArgumentError
 from corun.v1 import cluster_service_pb2 as pb
@@ -218,3 +218,20 @@ async def test_a_client_that_is_closed_while_a_stream_opens() -> None:
     router.streams[0].cancel()
     with pytest.raises(CancelledByPeerError):
         await one
+
+
+async def test_a_cancellation_is_not_lost_when_output_comes_at_the_same_moment() -> None:
+    """Python's own `wait_for` loses it before 3.12: Ctrl-C of a batch could leave one of its workers running."""
+    for turns in range(5):
+        arrived = asyncio.Event()
+        waiting = asyncio.create_task(_until(arrived, Deadline(60)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        arrived.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        cancelled = waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled() is cancelled
+    with pytest.raises(DeadlineError, match="did not come in time"):
+        await _until(asyncio.Event(), Deadline(0.01))

@@ -24,7 +24,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, TOOLS = PYPROJECT["project"], PYPROJECT["tool"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
@@ -50,13 +51,21 @@ def test_extras_and_image_are_those_of_this_distribution() -> None:
 
 
 def test_the_wheel_says_what_it_is() -> None:
-    assert PROJECT["version"] == corun.__version__
+    assert (PROJECT["dynamic"], TOOLS["hatch"]["version"]) == (["version"], {"path": "corun/__init__.py"})
+    assert re.fullmatch(r"\d+\.\d+\.\d+", corun.__version__)
     assert PROJECT["license"] == "Apache-2.0"
     assert [one["name"] for one in PROJECT["authors"]]
     pythons = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 13)}
     assert {"Operating System :: POSIX :: Linux", "Typing :: Typed", *pythons} <= set(PROJECT["classifiers"])
     assert not [one for one in PROJECT["classifiers"] if one.startswith("License ::")]  # PEP 639: beside `license`.
     assert (ROOT / "corun" / "py.typed").is_file()
+
+
+def test_every_package_is_built_checked_and_typed() -> None:
+    packages = TOOLS["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert packages == TOOLS["mypy"]["packages"]
+    assert packages == TOOLS["check-wheel-contents"]["toplevel"] == TOOLS["check-wheel-contents"]["package"]
+    assert {f"/{name}" for name in packages} < set(TOOLS["hatch"]["build"]["targets"]["sdist"]["include"])
 
 
 @pytest.mark.parametrize(

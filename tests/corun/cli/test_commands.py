@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from corun import __version__
 from corun.cli import COMMANDS, main
 from corun.cli.generate import for_terminal
 from corun.cli.status import picture
+from corun.contract import CONTRACT_VERSION
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -46,7 +48,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert (kind.__doc__ or "").partition("\n")[0] in line
         code, text, _ = ended(capsys, name, "--help")
         assert (code, f"corun {name}" in text.partition("examples:\n")[2]) == (0, True)
-    assert ended(capsys, "--version") == (0, "corun 0.1.0\n", "")
+    assert ended(capsys, "--version") == (0, f"corun {__version__} (contract {CONTRACT_VERSION})\n", "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from corun.errors import UnavailableError
 from corun.launch.cluster import Cluster, _Pool, failure, unsettled
 from corun.launch.members import ProcessSpec, members
 from corun.launch.placement import on_joined
-from corun.launch.progress import QUIET_S, Progress, next_steps
+from corun.launch.progress import PASSED, QUIET_S, Progress, next_steps, passed
 from corun.launch.supervisor import ProcessState, ProcessStatus
+
+ROOT = Path(__file__).parents[3]
 
 
 def spec(prefill: int = 1, decode: int = 1, **pool: Any) -> ClusterSpec:
@@ -249,6 +252,34 @@ def test_each_stage_is_told_once_and_a_long_one_is_not_silent(
     now = 100.0
     say.starting({})
     assert told(capsys) == []
+
+
+def test_every_stage_of_a_node_says_how_much_of_its_start_has_passed() -> None:
+    sources = [*(ROOT / "corun" / "node").rglob("*.py"), ROOT / "corun" / "models" / "__init__.py"]
+    found = [name for path in sources for name in re.findall(r'stages\.enter\(f?"([^"{]+)', path.read_text("utf-8"))]
+    assert len(found) >= 8
+    known = {name: passed(name) for name in found if not name.startswith("fetching ")}
+    assert all(0 < share < 1 for share in known.values()), known
+    assert list(PASSED.values()) == sorted(PASSED.values())
+    assert passed("fetching smollm2, 5 of 93 MB") == passed("") == 0
+
+
+def test_on_a_terminal_a_bar_shows_how_far_a_start_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    say = Progress()
+    say.starting({"decode-0": "", "prefill-0": "importing vLLM"}, nodes=2)
+    say.starting({"decode-0": "testing itself: every layer"}, nodes=2)
+    say.close()
+    say.close()
+    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert re.search(r"1 of 2 nodes ready \S+ +80% 0:00:0\d about \S+ left", shown), shown
+    assert "decode-0: testing itself" in shown
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    say.starting({"decode-0": "loading the weights"}, nodes=2)
+    assert "nodes ready" not in capsys.readouterr().err
 
 
 def test_the_next_steps_are_commands_that_reach_the_cluster(tmp_path: Path) -> None:
