@@ -1,4 +1,4 @@
-"""Shows the docstrings of the SDK as they stand: their examples as code, and `Client` with the arguments that it takes."""
+"""Shows the SDK's docstrings as they stand: their examples as code, and `Client` with the arguments that it takes."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ HEAD = """# Protos
 
 Written by `make docs` from `protos/`: do not edit.
 
-Clients need [the first part](#what-clients-call) and [the second](#what-all-share) alone. The rest is between the members of a
-cluster, and may change with any release. Errors and their details: [troubleshooting](troubleshooting.md#errors-and-exit-codes).
+Clients need [the first part](#what-clients-call) and [the second](#what-all-share) alone. The rest is between the
+members of a cluster, and may change with any release. Errors and their details:
+[troubleshooting](troubleshooting.md#errors-and-exit-codes).
 """
 SERVICE_METHODS, MESSAGE_FIELDS, MESSAGE_NESTED, ENUM_VALUES = 2, 2, 3, 2
 FILE_MESSAGES, FILE_ENUMS, FILE_SERVICES = 4, 5, 6

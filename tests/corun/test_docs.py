@@ -42,7 +42,7 @@ def cluster_files(text: str) -> list[str]:
 
 
 def typed(text: str) -> str:
-    """Return what a reader types: plain blocks, and of captures what follows the prompt, unless wrong usage is shown."""
+    """Return what a reader types: plain blocks, and what follows the prompt of captures, but for wrong usage."""
     captures = (block for block in blocks(text, "console") if "\n$ echo $?\n2\n" not in block)
     lines = (line[2:] for block in captures for line in block.splitlines() if line.startswith("$ "))
     return "".join(blocks(text, "")).replace("\\\n", " ") + "\n".join(lines)
