@@ -44,8 +44,9 @@ def cluster_files(text: str) -> list[str]:
 def typed(text: str) -> str:
     """Return what a reader types: plain blocks, and what follows the prompt of captures, but for wrong usage."""
     captures = (block for block in blocks(text, "console") if "\n$ echo $?\n2\n" not in block)
-    lines = (line[2:] for block in captures for line in block.splitlines() if line.startswith("$ "))
-    return "".join(blocks(text, "")).replace("\\\n", " ") + "\n".join(lines)
+    lines = "".join(captures).replace("\\\n", " ").splitlines()
+    shown = "\n".join(line[2:] for line in lines if line.startswith("$ "))
+    return "".join(blocks(text, "")).replace("\\\n", " ") + shown
 
 
 def commands(text: str) -> Iterator[list[str]]:
