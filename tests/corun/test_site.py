@@ -76,10 +76,18 @@ def texts(site: Path, suffix: str) -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(site)), path.read_text(encoding="utf-8")
 
 
-def test_nothing_comes_from_another_host(site: Path) -> None:
+def test_what_a_page_loads_is_there_and_not_of_another_host(site: Path) -> None:
     pages = dict(texts(site, ".html"))
     assert {"index.html", "tutorial.html", "sdk.html", "kubernetes.html"} <= pages.keys()
     assert {name: found for name, html in pages.items() if (found := [*filter(is_foreign, assets_of(html))])} == {}
+    gone = {
+        (name, asset)
+        for name, html in pages.items()
+        if name != "404.html"  # Its paths begin at the root of the host.
+        for asset in assets_of(html)
+        if not asset.startswith("data:") and not (site / name).parent.joinpath(asset.partition("?")[0]).is_file()
+    }
+    assert gone == set()
     for name, css in texts(site, ".css"):
         found = re.findall(r"(?:url\(|@import)\s*['\"]?([^'\");]+)", css)
         assert [*filter(is_foreign, found)] == [], name
