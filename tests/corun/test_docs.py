@@ -55,7 +55,9 @@ def commands(text: str) -> Iterator[list[str]]:
         if found := re.fullmatch(
             r"(?:[A-Z_]+=\S+ )*((?:corun|python -m (?:router|prefill_node|decode_node|colocated_node))(?: .*)?)", line
         ):
-            yield shlex.split(re.sub(r" [<>&].*", "", found[1]), comments=True)
+            command = re.sub(r"\s+#.*", "", found[1])
+            if "  " not in command:  # Columns are what a command printed.
+                yield shlex.split(re.sub(r" [<>&].*", "", command))
 
 
 def take(words: list[str]) -> None:
@@ -147,6 +149,7 @@ def test_a_wrong_command_is_seen(line: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_what_is_a_command() -> None:
     plain = "A=1 corun up --port 1 \\\n  --host h   # why\nkubectl get\ncorun/  a folder\ncorun a > b\n"
+    plain += "corun top  router-a  at 1\n"
     text = f"corun x\n```\n{plain}```\n```toml\ncorun c\n```\n"
     assert list(commands(text)) == [["corun", "up", "--port", "1", "--host", "h"], ["corun", "a"]]
     captures = "```console\n$ corun a b\ncorun c\n```\n```console\n$ corun wrong\n$ echo $?\n2\n```\n"
