@@ -44,9 +44,8 @@ def cluster_files(text: str) -> list[str]:
 def typed(text: str) -> str:
     """Return what a reader types: plain blocks, and what follows the prompt of captures, but for wrong usage."""
     captures = (block for block in blocks(text, "console") if "\n$ echo $?\n2\n" not in block)
-    lines = "".join(captures).replace("\\\n", " ").splitlines()
-    shown = "\n".join(line[2:] for line in lines if line.startswith("$ "))
-    return "".join(blocks(text, "")).replace("\\\n", " ") + shown
+    plain, shown = (re.sub(r"\\\n\s*", "", "".join(found)) for found in (blocks(text, ""), captures))
+    return plain + "\n".join(line[2:] for line in shown.splitlines() if line.startswith("$ "))
 
 
 def commands(text: str) -> Iterator[list[str]]:
