@@ -9,7 +9,7 @@ from typing import Any
 import griffe
 
 _EXAMPLE = re.compile(r"^Example:\n((?:^(?:    .*)?\n?)+)", re.MULTILINE)
-_LIST = re.compile(r"^(?!Args|Raises|Returns|Yields)(\w.*:)\n((?:^    .*\n?)+)", re.MULTILINE)
+_LIST = re.compile(r"^(?!Args|Example|Raises|Returns|Yields)(\w.*:)\n((?:^    .*\n?)+)", re.MULTILINE)
 """A sentence with indented items below it, which no convention of docstrings knows."""
 
 
@@ -25,7 +25,7 @@ class Examples(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = _LIST.sub(_listed, _EXAMPLE.sub(_fenced, obj.docstring.value))
+            obj.docstring.value = _EXAMPLE.sub(_fenced, _LIST.sub(_listed, obj.docstring.value))
 
 
 def _fenced(found: re.Match[str]) -> str:

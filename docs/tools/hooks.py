@@ -29,8 +29,13 @@ OUTSIDE = {
 _LINK = re.compile(r'(\]\(|\b(?:src|href|srcset)=")([^)"\s#]+)')
 _NAMED = re.compile(r"\[[\w./-]+\.md\]\(([\w./-]+\.md)")
 """A link whose text is a file's path. Readers of the site see the page's title in its place."""
-_DEEP = re.compile(r"^ {3}(?=\S)", re.MULTILINE)
-"""What belongs to an item of a numbered list. Python's Markdown wants four spaces there."""
+_SPACING = (
+    (re.compile(r"^ {3}(?=\S)", re.MULTILINE), "    "),
+    (re.compile(r"^( {4}```)\n(?=\S)", re.MULTILINE), r"\1\n\n"),
+    (re.compile(r"^((?![-*|#>\s]|\d+\.).+)\n(?=(?:-|1\.) \S)", re.MULTILINE), r"\1\n\n"),
+)
+"""What Python's Markdown wants where GitHub's does not: four spaces before what belongs to an item of a numbered list,
+and an empty line after code in a list and before a list."""
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -59,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     names = {name: source for source, name in _outside().items()}
     source = names.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     parts = [
-        part if part.startswith("```") else _DEEP.sub("    ", site_links(part, source, set(files.src_uris)))
+        part if part.startswith("```") else spaced(site_links(part, source, set(files.src_uris)))
         for part in _CODE.split(markdown)
     ]
     return _NAMED.sub(lambda found: f"[{_title(found, files)}]({found[1]}", "".join(parts))
@@ -80,6 +85,13 @@ def site_links(text: str, source: str, known: set[str]) -> str:
         return before + (name if name in known or path.startswith("docs/") else "#")
 
     return _LINK.sub(replaced, text)
+
+
+def spaced(text: str) -> str:
+    """Return a page's text so that Python's Markdown sees the same lists as GitHub's."""
+    for pattern, replacement in _SPACING:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _title(link: re.Match[str], files: Files) -> str:

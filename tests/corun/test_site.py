@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import html
 import importlib.util
 import re
 import subprocess
@@ -61,10 +63,10 @@ class Assets(HTMLParser):
             self.loaded.append("https://mermaid")
 
 
-def assets_of(html: str) -> list[str]:
+def assets_of(text: str) -> list[str]:
     parser = Assets()
-    parser.feed(html)
-    return parser.loaded + re.findall(r"url\(['\"]?([^'\")]+)", html)
+    parser.feed(text)
+    return parser.loaded + re.findall(r"url\(['\"]?([^'\")]+)", text)
 
 
 def is_foreign(address: str) -> bool:
@@ -79,12 +81,12 @@ def texts(site: Path, suffix: str) -> Iterator[tuple[str, str]]:
 def test_what_a_page_loads_is_there_and_not_of_another_host(site: Path) -> None:
     pages = dict(texts(site, ".html"))
     assert {"index.html", "tutorial.html", "sdk.html", "kubernetes.html"} <= pages.keys()
-    assert {name: found for name, html in pages.items() if (found := [*filter(is_foreign, assets_of(html))])} == {}
+    assert {name: found for name, text in pages.items() if (found := [*filter(is_foreign, assets_of(text))])} == {}
     gone = {
         (name, asset)
-        for name, html in pages.items()
+        for name, text in pages.items()
         if name != "404.html"  # Its paths begin at the root of the host.
-        for asset in assets_of(html)
+        for asset in assets_of(text)
         if not asset.startswith("data:") and not (site / name).parent.joinpath(asset.partition("?")[0]).is_file()
     }
     assert gone == set()
@@ -110,6 +112,11 @@ def test_every_public_name_of_the_sdk_is_in_its_reference(site: Path) -> None:
     missing = [name for name in names if not re.search(rf'id="corun\.(?:[\w.]+\.)?{name}"', page)]
     assert missing == []
     assert "Example:" not in page
+    examples = re.findall(r"<strong>Example</strong></p>\s*<div[^>]*>.*?<code>(.*?)</code>", page, flags=re.DOTALL)
+    sources = [html.unescape(re.sub(r"<[^>]+>", "", found)) for found in examples]
+    assert len(sources) > 10
+    for source in sources:
+        compile(source, "example", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_a_page_without_a_place_gets_one(site: Path) -> None:
@@ -117,6 +124,13 @@ def test_a_page_without_a_place_gets_one(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert f'href="{page.stem}.html"' in home, page.name
+
+
+def test_links_have_the_titles_of_pages_and_lists_are_lists(site: Path) -> None:
+    for name, text in texts(site, ".html"):
+        assert re.findall(r'<a href="[^":]+\.html[^"]*">[\w/.-]+\.md</a>', text) == [], name
+        prose = re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL)
+        assert re.findall(r"^(?:- |\d+\. |\| ).*", prose, flags=re.MULTILINE) == [], name
 
 
 def test_the_page_of_protos_is_up_to_date() -> None:
@@ -156,3 +170,9 @@ def test_links_between_files_become_links_between_pages(source: str, link: str, 
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     known = {"http.md", "deploy.md", "kubernetes.md", "figures/a.png"}
     assert tool("hooks").site_links(f"[a]({link})", source, known) == f"[a]({expected})"
+
+
+def test_lists_are_seen_as_where_the_repository_is_read() -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    text = "Two:\n- a\n  b\n- c\n\n1. d\n\n   ```\n   e\n   ```\n2. f\n"
+    assert tool("hooks").spaced(text) == "Two:\n\n- a\n  b\n- c\n\n1. d\n\n    ```\n    e\n    ```\n\n2. f\n"
