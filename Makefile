@@ -22,7 +22,7 @@ STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pypr
 OWNER := $(VENV)/.checkout
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help setup demo chat test test-all chaos fuzz check proto docs fmt lock release-check clean distclean
+.PHONY: help setup demo chat test test-all chaos fuzz check proto docs docs-site fmt lock release-check clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -97,8 +97,13 @@ proto: $(STAMP) ## Generate corun/v1 from protos/ again
 
 protoc = $(PY) -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/corun/v1/*.proto
 
-docs: $(STAMP) ## Write docs/settings.md again from the config classes
+docs: $(STAMP) ## Write docs/settings.md again from the config classes, and docs/protos.md from protos/
 	@$(PY) -m corun.config.docs > docs/settings.md
+	@$(PY) docs/tools/protos.py > docs/protos.md
+
+docs-site: $(STAMP) ## Build the docs site into site/, with every link checked; it needs no network
+	@$(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "docs site: file://$(CURDIR)/site/index.html"
 
 fmt: $(STAMP) ## Format the code and mend what ruff can
 	@$(PY) -m ruff check --fix-only .

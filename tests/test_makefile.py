@@ -49,7 +49,7 @@ def checkouts(tmp_path: Path) -> tuple[Checkout, Checkout]:
 def test_an_environment_of_another_checkout_is_refused_and_kept(checkouts: tuple[Checkout, Checkout]) -> None:
     mine, other = checkouts
     before = sorted(mine.venv.iterdir())
-    for verb in ("test", "test-all", "check", "demo", "chat", "chaos", "fuzz", "docs", "release-check"):
+    for verb in ("test", "test-all", "check", "demo", "chat", "chaos", "fuzz", "docs", "docs-site", "release-check"):
         code, said = other.make(verb)
         assert code != 0
         assert f"{mine.venv} belongs to the checkout {mine.directory}" in said

@@ -153,8 +153,7 @@ class AsyncClient:
         Closing the iterator ends the request and frees its slots. Leaving the loop of a blocking client closes it at
         once. That of an AsyncClient is closed a little later, when Python finalizes it: `contextlib.aclosing` helps.
 
-        Args:
-            The same as those of `generate`. The deadline begins with this call, not with the first chunk.
+        The arguments are those of `generate`. The deadline begins with this call, not with the first chunk.
 
         Raises:
             InvalidArgumentError: at once, if a value is outside the limits of every model.

@@ -159,8 +159,13 @@ def _default(known: Field[Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [head, ["---"] * len(head), *([_escaped(cell) for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    """Return a cell's text without what a page would take for the end of a cell, or for a link to `[a word]`."""
+    return cell.replace("|", "\\|").replace("[", "\\[")
 
 
 if __name__ == "__main__":

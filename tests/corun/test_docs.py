@@ -21,6 +21,9 @@ from corun.launch.members import MODULES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY, README, K8S = "docs/deploy.md", "README.md", "k8s/README.md"
+TUTORIAL, COMMANDS = "docs/tutorial.md", "docs/commands.md"
+PROJECT = [f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
+PAGES = [README, K8S, *PROJECT, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ALERTS = ROOT / "k8s" / "components" / "monitoring" / "alerts.yaml"
 PROCESSES: dict[str, type[MemberConfig]] = {MODULES[role]: config for role, config in CONFIGS.items()}
 
@@ -39,13 +42,22 @@ def cluster_files(text: str) -> list[str]:
     return [block for block in blocks(text, "toml") if "[pools." in block]
 
 
+def typed(text: str) -> str:
+    """Return what a reader types: plain blocks, and what follows the prompt of captures, but for wrong usage."""
+    captures = (block for block in blocks(text, "console") if "\n$ echo $?\n2\n" not in block)
+    plain, shown = (re.sub(r"\\\n\s*", "", "".join(found)) for found in (blocks(text, ""), captures))
+    return plain + "\n".join(line[2:] for line in shown.splitlines() if line.startswith("$ "))
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command line of ours, without variables before it and comments after it."""
-    for line in "".join(blocks(text, "")).replace("\\\n", " ").splitlines():
+    for line in typed(text).splitlines():
         if found := re.fullmatch(
             r"(?:[A-Z_]+=\S+ )*((?:corun|python -m (?:router|prefill_node|decode_node|colocated_node))(?: .*)?)", line
         ):
-            yield shlex.split(re.sub(r" [<>&].*", "", found[1]), comments=True)
+            command = re.sub(r"\s+#.*", "", found[1])
+            if "  " not in command:  # Columns are what a command printed.
+                yield shlex.split(re.sub(r" [<>&].*", "", command))
 
 
 def take(words: list[str]) -> None:
@@ -77,7 +89,7 @@ def check(directory: Path, text: str) -> None:
     found.check_files()
 
 
-@pytest.mark.parametrize("page", [DEPLOY, README])
+@pytest.mark.parametrize("page", [DEPLOY, TUTORIAL])
 def test_cluster_files_can_be_run(host: Path, page: str) -> None:
     examples = cluster_files(text_of(page))
     assert examples
@@ -101,12 +113,21 @@ def test_a_wrong_cluster_file_is_seen(host: Path, old: str, new: str, message: s
         check(host, example.replace(old, new))
 
 
-@pytest.mark.parametrize(("page", "least"), [(DEPLOY, 25), (K8S, 3), (README, 9)])
-def test_commands_parse(host: Path, page: str, least: int) -> None:
+LEAST = {DEPLOY: 25, K8S: 3, README: 8, TUTORIAL: 14, COMMANDS: 14}
+"""How many commands are found on a page at least: fewer would mean that the test no longer sees them."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_parse(host: Path, page: str) -> None:
     found = list(commands(text_of(page)))
-    assert len(found) >= least
+    assert len(found) >= LEAST.get(page, 0)
     for words in found:
         take(words)
+
+
+def test_every_command_is_on_the_page_of_commands() -> None:
+    heads = re.findall(r"^## corun (\w+)$", text_of(COMMANDS), flags=re.MULTILINE)
+    assert sorted(heads) == sorted({name.split()[0] for name in cli.commands()})
 
 
 @pytest.mark.parametrize(
@@ -128,8 +149,11 @@ def test_a_wrong_command_is_seen(line: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_what_is_a_command() -> None:
     plain = "A=1 corun up --port 1 \\\n  --host h   # why\nkubectl get\ncorun/  a folder\ncorun a > b\n"
+    plain += "corun top  router-a  at 1\n"
     text = f"corun x\n```\n{plain}```\n```toml\ncorun c\n```\n"
     assert list(commands(text)) == [["corun", "up", "--port", "1", "--host", "h"], ["corun", "a"]]
+    captures = "```console\n$ corun a b\ncorun c\n```\n```console\n$ corun wrong\n$ echo $?\n2\n```\n"
+    assert list(commands(captures)) == [["corun", "a", "b"]]
 
 
 def test_every_alert_is_explained_and_no_other() -> None:
@@ -160,10 +184,7 @@ def broken_links(page: str, text: str) -> list[str]:
     return found
 
 
-PROJECT = [f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
-
-
-@pytest.mark.parametrize("page", [DEPLOY, README, K8S, *PROJECT])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert broken_links(page, text_of(page)) == []
 

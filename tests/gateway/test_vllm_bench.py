@@ -19,7 +19,7 @@ from tests.gateway.serving import serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 OPTIONS = {
     "--backend": "openai",
     "--endpoint": "/v1/completions",
@@ -102,9 +102,9 @@ async def test_vllm_bench_serve_measures_chats(model: str, tmp_path: Path) -> No
     assert (result["completed"], result["failed"], result["output_lens"]) == (40, 0, [12] * 40)
 
 
-async def test_the_line_of_the_readme(model: str, tmp_path: Path) -> None:
+async def test_the_line_of_the_page_on_benchmarks(model: str, tmp_path: Path) -> None:
     """As it stands there, but for the address and how much it asks for."""
-    (line,) = re.findall(r"^corun (bench serve .*?[^\\])$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+    (line,) = re.findall(r"^corun (bench serve .*?[^\\])$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     words = shlex.split(line.replace("\\\n", " "))
     options = dict(zip(words[2::2], words[3::2], strict=False))
     less = {"--random-input-len": "16", "--random-output-len": "8", "--num-prompts": "5"}
