@@ -44,6 +44,7 @@ from router.placement import beginnings_of
 from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
 from router.sample import SampleRun, SampleRunner
+from router.text import Tokenizer
 
 T = TypeVar("T")
 SEED_KEY_BYTES = 32
@@ -76,9 +77,11 @@ class Request:
 class RunningRequest:
     """The running samples of one request. The caller must close it in every case."""
 
-    def __init__(self, tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
+    def __init__(self, tasks: Sequence[asyncio.Task[None]], outbox: Outbox, tokenizer: Tokenizer) -> None:
         self._tasks = tasks
         self.outbox = outbox
+        self.tokenizer = tokenizer
+        """The tokenizer of the model that runs."""
 
     @property
     def num_samples(self) -> int:
@@ -253,7 +256,7 @@ class RequestRunner:
             # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
             tasks.append(task)
-        running = RunningRequest(tasks, outbox)
+        running = RunningRequest(tasks, outbox, self._registry.model.tokenizer)
         outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
         return running
 

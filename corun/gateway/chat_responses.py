@@ -6,24 +6,25 @@ What differs from a completion is here; what is common to both is in `responses`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from corun.completion import Chunk, Generation, Sample
 from corun.gateway.requests import CompletionRequest
 from corun.gateway.responses import (
-    LEAST_LOGPROB,
     Events,
     Sent,
     Shape,
     begin,
     dumped,
+    exact,
     names_of,
     own,
     quoted,
     usage,
     whole,
 )
+from corun.types import NO_ALTERNATIVES, Alternatives
 
 
 def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
@@ -79,11 +80,16 @@ def _choice(asked: CompletionRequest, sample: Sample) -> dict[str, Any]:
 
 
 def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> str:
-    """Return the log probabilities as JSON. Only the sampled tokens have one, so there are no `top_logprobs`."""
-    names = names_of(output, texts, as_ids=as_ids)
-    values = (repr(max(logprob, LEAST_LOGPROB)) for logprob in output.logprobs)  # repr keeps every fp32 bit.
+    """Return the log probabilities as JSON, with the alternatives of each token if there are any."""
+    tops = output.top_logprobs or [NO_ALTERNATIVES] * len(output.token_ids)
     entries = (
-        f'{{"token":{name},"logprob":{value},"bytes":{list(text.encode())},"top_logprobs":[]}}'
-        for name, value, text in zip(names, values, texts, strict=True)
+        f'{{{token},"top_logprobs":[{",".join(f"{{{other}}}" for other in _tokens(each, each.texts, as_ids=as_ids))}]}}'
+        for token, each in zip(_tokens(output, texts, as_ids=as_ids), tops, strict=True)
     )
     return f'{{"content":[{",".join(entries)}]}}'
+
+
+def _tokens(found: Chunk | Sample | Alternatives, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:
+    """Yield the fields of each token: its name, log probability and bytes."""
+    for name, logprob, text in zip(names_of(found, texts, as_ids=as_ids), found.logprobs, texts, strict=True):
+        yield f'"token":{name},"logprob":{exact(logprob)},"bytes":{list(text.encode())}'

@@ -20,6 +20,7 @@ from corun.gateway.requests import (
     CompletionRequest,
     Fixed,
     check_known,
+    count_of_tops,
     flag,
     read_common,
     read_json,
@@ -118,7 +119,7 @@ def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequ
     name, max_tokens = _max_tokens(fields)
     limit = _NO_LIMIT if max_tokens is None else max_tokens
     with naming(SAMPLING + "max_tokens", name):
-        params = read_params(fields, logprobs=_logprobs(fields), max_tokens=limit)
+        params = read_params(fields, **_logprobs(fields), max_tokens=limit)
     asked = read_common(fields, params, request_id)
     return ChatRequest(
         chat=_chat(fields),
@@ -200,8 +201,8 @@ def _max_tokens(fields: Mapping[str, Any]) -> tuple[str, Any]:
     return "max_completion_tokens", new
 
 
-def _logprobs(fields: Mapping[str, Any]) -> bool:
-    top = fields.get("top_logprobs")
-    if top is not None and (type(top) is not int or top != 0):
-        raise InvalidArgumentError("top_logprobs", top, "must be 0: only the sampled token's log probability is kept")
-    return flag(fields, "logprobs")
+def _logprobs(fields: Mapping[str, Any]) -> dict[str, Any]:
+    count, wanted = count_of_tops("top_logprobs", fields.get("top_logprobs")), flag(fields, "logprobs")
+    if count and not wanted:
+        raise InvalidArgumentError("top_logprobs", count, "must be 0 or null unless logprobs is true")
+    return {"logprobs": wanted, "top_logprobs": count}

@@ -26,19 +26,19 @@ from corun.v1 import registry_service_pb2 as corun_dot_v1_dot_registry__service_
 from corun.v1 import types_pb2 as corun_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x63orun/v1/cluster_service.proto\x12\x08\x63orun.v1\x1a\x1f\x63orun/v1/registry_service.proto\x1a\x14\x63orun/v1/types.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.corun.v1.TokenIdsH\x00\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12%\n\x06resume\x18\x06 \x03(\x0b\x32\x15.corun.v1.ResumePoint\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12$\n\x08priority\x18\x08 \x01(\x0e\x32\x12.corun.v1.Priority\x12\x13\n\x0btoken_texts\x18\t \x01(\x08\x12\x11\n\tstream_id\x18\n \x01(\t\x12\x13\n\x0b\x63\x61ll_number\x18\x0b \x01(\x04\x42\x08\n\x06promptB\x07\n\x05_seed\"~\n\x0bResumePoint\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x15\n\routput_digest\x18\x04 \x01(\t\x12\x12\n\ntext_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"\xa9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.corun.v1.FinishReason\x12\"\n\x07receipt\x18\x08 \x01(\x0b\x32\x11.corun.v1.Receipt\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x13\n\x0btoken_texts\x18\x0b \x03(\t\x12\x13\n\x0b\x63\x61ll_number\x18\x0c \x01(\x04\"\x16\n\x14StreamOutputsRequest\"h\n\x15StreamOutputsResponse\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12-\n\tresponses\x18\x02 \x03(\x0b\x32\x1a.corun.v1.GenerateResponse\x12\r\n\x05\x65nded\x18\x03 \x03(\x04\"P\n\x0cTextOrTokens\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.corun.v1.TokenIdsH\x00\x42\x07\n\x05value\"\xb4\x01\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06prompt\x18\x02 \x01(\x0b\x32\x16.corun.v1.TextOrTokens\x12-\n\rcontinuations\x18\x03 \x03(\x0b\x32\x16.corun.v1.TextOrTokens\x12$\n\x08priority\x18\x04 \x01(\x0e\x32\x12.corun.v1.Priority\x12\x13\n\x0btoken_texts\x18\x05 \x01(\x08\"\x8f\x01\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x1f\n\x06scores\x18\x04 \x03(\x0b\x32\x0f.corun.v1.Score\x12\x1a\n\x12prompt_token_texts\x18\x05 \x03(\t\"\xf9\x01\n\x05Score\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x12\x15\n\routput_digest\x18\x05 \x01(\t\x12\x19\n\x11\x65quals_generation\x18\x06 \x01(\x08\x12\'\n\x0cprefill_node\x18\x07 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x17\n\x0ftop_token_texts\x18\n \x03(\t\"\x13\n\x11GetClusterRequest\"\xa9\x02\n\x12GetClusterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12#\n\x05nodes\x18\x03 \x03(\x0b\x32\x14.corun.v1.NodeStatus\x12\x16\n\x0equeued_samples\x18\x04 \x01(\r\x12\x1a\n\x12max_queued_samples\x18\x05 \x01(\r\x12\x18\n\x10\x66inished_samples\x18\x06 \x01(\x04\x12\x12\n\nmismatches\x18\x07 \x01(\x04\x12\x18\n\x10refused_requests\x18\x08 \x01(\x04\x12$\n\x05\x61udit\x18\t \x01(\x0b\x32\x15.corun.v1.AuditStatus\x12$\n\x05model\x18\n \x01(\x0b\x32\x15.corun.v1.ModelStatus\"L\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x03 \x01(\x04\"\x18\n\x16GetChatTemplateRequest\"s\n\x17GetChatTemplateResponse\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x18\n\x10source_for_tools\x18\x02 \x01(\t\x12.\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x16.corun.v1.SpecialToken\"*\n\x0cSpecialToken\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1e\n\x16without_special_tokens\x18\x02 \x01(\x08\x12\x16\n\x0ewith_spellings\x18\x03 \x01(\x08\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\":\n\x11\x44\x65tokenizeRequest\x12%\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x12.corun.v1.TokenIds\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x8e\x01\n\x0b\x41uditStatus\x12\x0f\n\x07matched\x18\x01 \x01(\x04\x12\x12\n\nmismatched\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x0f\n\x07skipped\x18\x04 \x01(\x04\x12\x11\n\tsame_node\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x15\n\rlast_mismatch\x18\x07 \x01(\t\"\x9f\x01\n\nNodeStatus\x12 \n\x04node\x18\x01 \x01(\x0b\x32\x12.corun.v1.NodeInfo\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x12.corun.v1.NodeLoad\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.corun.v1.NodeState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x19\n\x11last_heartbeat_ms\x18\x05 \x01(\r\"\x8c\x01\n\nVerifyCase\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x31\n\x0fsampling_params\x18\x02 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\routput_digest\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\"q\n\rVerifyRequest\x12#\n\x05\x63\x61ses\x18\x01 \x03(\x0b\x32\x14.corun.v1.VerifyCase\x12\'\n\nconditions\x18\x02 \x03(\x0e\x32\x13.corun.v1.Condition\x12\x12\n\norder_seed\x18\x03 \x01(\x04\"\xbc\x01\n\x0eVerifyResponse\x12\x12\n\ncase_index\x18\x01 \x01(\r\x12&\n\tcondition\x18\x02 \x01(\x0e\x32\x13.corun.v1.Condition\x12\r\n\x05match\x18\x03 \x01(\x08\x12\x17\n\x0f\x65xpected_digest\x18\x04 \x01(\t\x12\"\n\x07receipt\x18\x05 \x01(\x0b\x32\x11.corun.v1.Receipt\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0btext_digest\x18\x07 \x01(\t*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x11\n\rPRIORITY_HIGH\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x10\n\x0cPRIORITY_LOW\x10\x03*\x9b\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10NODE_STATE_READY\x10\x01\x12\x16\n\x12NODE_STATE_JOINING\x10\x02\x12\x13\n\x0fNODE_STATE_LOST\x10\x03\x12\x16\n\x12NODE_STATE_REFUSED\x10\x04\x12\x17\n\x13NODE_STATE_DRAINING\x10\x05*\x85\x01\n\tCondition\x12\x19\n\x15\x43ONDITION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43ONDITION_ALONE\x10\x01\x12\x15\n\x11\x43ONDITION_CROWDED\x10\x02\x12\x19\n\x15\x43ONDITION_OTHER_SLOTS\x10\x03\x12\x16\n\x12\x43ONDITION_SHUFFLED\x10\x04\x32\xcf\x04\n\x0e\x43lusterService\x12\x43\n\x08Generate\x12\x19.corun.v1.GenerateRequest\x1a\x1a.corun.v1.GenerateResponse0\x01\x12R\n\rStreamOutputs\x12\x1e.corun.v1.StreamOutputsRequest\x1a\x1f.corun.v1.StreamOutputsResponse0\x01\x12\x38\n\x05Score\x12\x16.corun.v1.ScoreRequest\x1a\x17.corun.v1.ScoreResponse\x12G\n\nGetCluster\x12\x1b.corun.v1.GetClusterRequest\x1a\x1c.corun.v1.GetClusterResponse\x12V\n\x0fGetChatTemplate\x12 .corun.v1.GetChatTemplateRequest\x1a!.corun.v1.GetChatTemplateResponse\x12\x41\n\x08Tokenize\x12\x19.corun.v1.TokenizeRequest\x1a\x1a.corun.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.corun.v1.DetokenizeRequest\x1a\x1c.corun.v1.DetokenizeResponse\x12=\n\x06Verify\x12\x17.corun.v1.VerifyRequest\x1a\x18.corun.v1.VerifyResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x63orun/v1/cluster_service.proto\x12\x08\x63orun.v1\x1a\x1f\x63orun/v1/registry_service.proto\x1a\x14\x63orun/v1/types.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.corun.v1.TokenIdsH\x00\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12%\n\x06resume\x18\x06 \x03(\x0b\x32\x15.corun.v1.ResumePoint\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12$\n\x08priority\x18\x08 \x01(\x0e\x32\x12.corun.v1.Priority\x12\x13\n\x0btoken_texts\x18\t \x01(\x08\x12\x11\n\tstream_id\x18\n \x01(\t\x12\x13\n\x0b\x63\x61ll_number\x18\x0b \x01(\x04\x42\x08\n\x06promptB\x07\n\x05_seed\"~\n\x0bResumePoint\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x15\n\routput_digest\x18\x04 \x01(\t\x12\x12\n\ntext_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"\xd6\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.corun.v1.FinishReason\x12\"\n\x07receipt\x18\x08 \x01(\x0b\x32\x11.corun.v1.Receipt\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x13\n\x0btoken_texts\x18\x0b \x03(\t\x12\x13\n\x0b\x63\x61ll_number\x18\x0c \x01(\x04\x12+\n\x0ctop_logprobs\x18\r \x03(\x0b\x32\x15.corun.v1.TopLogprobs\"A\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05texts\x18\x03 \x03(\t\"\x16\n\x14StreamOutputsRequest\"h\n\x15StreamOutputsResponse\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12-\n\tresponses\x18\x02 \x03(\x0b\x32\x1a.corun.v1.GenerateResponse\x12\r\n\x05\x65nded\x18\x03 \x03(\x04\"P\n\x0cTextOrTokens\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.corun.v1.TokenIdsH\x00\x42\x07\n\x05value\"\xb4\x01\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06prompt\x18\x02 \x01(\x0b\x32\x16.corun.v1.TextOrTokens\x12-\n\rcontinuations\x18\x03 \x03(\x0b\x32\x16.corun.v1.TextOrTokens\x12$\n\x08priority\x18\x04 \x01(\x0e\x32\x12.corun.v1.Priority\x12\x13\n\x0btoken_texts\x18\x05 \x01(\x08\"\x8f\x01\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x1f\n\x06scores\x18\x04 \x03(\x0b\x32\x0f.corun.v1.Score\x12\x1a\n\x12prompt_token_texts\x18\x05 \x03(\t\"\xf9\x01\n\x05Score\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x12\x15\n\routput_digest\x18\x05 \x01(\t\x12\x19\n\x11\x65quals_generation\x18\x06 \x01(\x08\x12\'\n\x0cprefill_node\x18\x07 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x17\n\x0ftop_token_texts\x18\n \x03(\t\"\x13\n\x11GetClusterRequest\"\xa9\x02\n\x12GetClusterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12#\n\x05nodes\x18\x03 \x03(\x0b\x32\x14.corun.v1.NodeStatus\x12\x16\n\x0equeued_samples\x18\x04 \x01(\r\x12\x1a\n\x12max_queued_samples\x18\x05 \x01(\r\x12\x18\n\x10\x66inished_samples\x18\x06 \x01(\x04\x12\x12\n\nmismatches\x18\x07 \x01(\x04\x12\x18\n\x10refused_requests\x18\x08 \x01(\x04\x12$\n\x05\x61udit\x18\t \x01(\x0b\x32\x15.corun.v1.AuditStatus\x12$\n\x05model\x18\n \x01(\x0b\x32\x15.corun.v1.ModelStatus\"L\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x03 \x01(\x04\"\x18\n\x16GetChatTemplateRequest\"s\n\x17GetChatTemplateResponse\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x18\n\x10source_for_tools\x18\x02 \x01(\t\x12.\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x16.corun.v1.SpecialToken\"*\n\x0cSpecialToken\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1e\n\x16without_special_tokens\x18\x02 \x01(\x08\x12\x16\n\x0ewith_spellings\x18\x03 \x01(\x08\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\":\n\x11\x44\x65tokenizeRequest\x12%\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x12.corun.v1.TokenIds\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x8e\x01\n\x0b\x41uditStatus\x12\x0f\n\x07matched\x18\x01 \x01(\x04\x12\x12\n\nmismatched\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x0f\n\x07skipped\x18\x04 \x01(\x04\x12\x11\n\tsame_node\x18\x05 \x01(\x04\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x15\n\rlast_mismatch\x18\x07 \x01(\t\"\x9f\x01\n\nNodeStatus\x12 \n\x04node\x18\x01 \x01(\x0b\x32\x12.corun.v1.NodeInfo\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x12.corun.v1.NodeLoad\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.corun.v1.NodeState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x19\n\x11last_heartbeat_ms\x18\x05 \x01(\r\"\x8c\x01\n\nVerifyCase\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x31\n\x0fsampling_params\x18\x02 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\routput_digest\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\"q\n\rVerifyRequest\x12#\n\x05\x63\x61ses\x18\x01 \x03(\x0b\x32\x14.corun.v1.VerifyCase\x12\'\n\nconditions\x18\x02 \x03(\x0e\x32\x13.corun.v1.Condition\x12\x12\n\norder_seed\x18\x03 \x01(\x04\"\xbc\x01\n\x0eVerifyResponse\x12\x12\n\ncase_index\x18\x01 \x01(\r\x12&\n\tcondition\x18\x02 \x01(\x0e\x32\x13.corun.v1.Condition\x12\r\n\x05match\x18\x03 \x01(\x08\x12\x17\n\x0f\x65xpected_digest\x18\x04 \x01(\t\x12\"\n\x07receipt\x18\x05 \x01(\x0b\x32\x11.corun.v1.Receipt\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0btext_digest\x18\x07 \x01(\t*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x11\n\rPRIORITY_HIGH\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x10\n\x0cPRIORITY_LOW\x10\x03*\x9b\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10NODE_STATE_READY\x10\x01\x12\x16\n\x12NODE_STATE_JOINING\x10\x02\x12\x13\n\x0fNODE_STATE_LOST\x10\x03\x12\x16\n\x12NODE_STATE_REFUSED\x10\x04\x12\x17\n\x13NODE_STATE_DRAINING\x10\x05*\x85\x01\n\tCondition\x12\x19\n\x15\x43ONDITION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43ONDITION_ALONE\x10\x01\x12\x15\n\x11\x43ONDITION_CROWDED\x10\x02\x12\x19\n\x15\x43ONDITION_OTHER_SLOTS\x10\x03\x12\x16\n\x12\x43ONDITION_SHUFFLED\x10\x04\x32\xcf\x04\n\x0e\x43lusterService\x12\x43\n\x08Generate\x12\x19.corun.v1.GenerateRequest\x1a\x1a.corun.v1.GenerateResponse0\x01\x12R\n\rStreamOutputs\x12\x1e.corun.v1.StreamOutputsRequest\x1a\x1f.corun.v1.StreamOutputsResponse0\x01\x12\x38\n\x05Score\x12\x16.corun.v1.ScoreRequest\x1a\x17.corun.v1.ScoreResponse\x12G\n\nGetCluster\x12\x1b.corun.v1.GetClusterRequest\x1a\x1c.corun.v1.GetClusterResponse\x12V\n\x0fGetChatTemplate\x12 .corun.v1.GetChatTemplateRequest\x1a!.corun.v1.GetChatTemplateResponse\x12\x41\n\x08Tokenize\x12\x19.corun.v1.TokenizeRequest\x1a\x1a.corun.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.corun.v1.DetokenizeRequest\x1a\x1c.corun.v1.DetokenizeResponse\x12=\n\x06Verify\x12\x17.corun.v1.VerifyRequest\x1a\x18.corun.v1.VerifyResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'corun.v1.cluster_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=3272
-  _globals['_PRIORITY']._serialized_end=3366
-  _globals['_NODESTATE']._serialized_start=3369
-  _globals['_NODESTATE']._serialized_end=3524
-  _globals['_CONDITION']._serialized_start=3527
-  _globals['_CONDITION']._serialized_end=3660
+  _globals['_PRIORITY']._serialized_start=3384
+  _globals['_PRIORITY']._serialized_end=3478
+  _globals['_NODESTATE']._serialized_start=3481
+  _globals['_NODESTATE']._serialized_end=3636
+  _globals['_CONDITION']._serialized_start=3639
+  _globals['_CONDITION']._serialized_end=3772
   _globals['_TOKENIDS']._serialized_start=99
   _globals['_TOKENIDS']._serialized_end=122
   _globals['_GENERATEREQUEST']._serialized_start=125
@@ -46,49 +46,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEPOINT']._serialized_start=469
   _globals['_RESUMEPOINT']._serialized_end=595
   _globals['_GENERATERESPONSE']._serialized_start=598
-  _globals['_GENERATERESPONSE']._serialized_end=895
-  _globals['_STREAMOUTPUTSREQUEST']._serialized_start=897
-  _globals['_STREAMOUTPUTSREQUEST']._serialized_end=919
-  _globals['_STREAMOUTPUTSRESPONSE']._serialized_start=921
-  _globals['_STREAMOUTPUTSRESPONSE']._serialized_end=1025
-  _globals['_TEXTORTOKENS']._serialized_start=1027
-  _globals['_TEXTORTOKENS']._serialized_end=1107
-  _globals['_SCOREREQUEST']._serialized_start=1110
-  _globals['_SCOREREQUEST']._serialized_end=1290
-  _globals['_SCORERESPONSE']._serialized_start=1293
-  _globals['_SCORERESPONSE']._serialized_end=1436
-  _globals['_SCORE']._serialized_start=1439
-  _globals['_SCORE']._serialized_end=1688
-  _globals['_GETCLUSTERREQUEST']._serialized_start=1690
-  _globals['_GETCLUSTERREQUEST']._serialized_end=1709
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=1712
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=2009
-  _globals['_MODELSTATUS']._serialized_start=2011
-  _globals['_MODELSTATUS']._serialized_end=2087
-  _globals['_GETCHATTEMPLATEREQUEST']._serialized_start=2089
-  _globals['_GETCHATTEMPLATEREQUEST']._serialized_end=2113
-  _globals['_GETCHATTEMPLATERESPONSE']._serialized_start=2115
-  _globals['_GETCHATTEMPLATERESPONSE']._serialized_end=2230
-  _globals['_SPECIALTOKEN']._serialized_start=2232
-  _globals['_SPECIALTOKEN']._serialized_end=2274
-  _globals['_TOKENIZEREQUEST']._serialized_start=2276
-  _globals['_TOKENIZEREQUEST']._serialized_end=2363
-  _globals['_TOKENIZERESPONSE']._serialized_start=2365
-  _globals['_TOKENIZERESPONSE']._serialized_end=2418
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2420
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2478
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2480
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2514
-  _globals['_AUDITSTATUS']._serialized_start=2517
-  _globals['_AUDITSTATUS']._serialized_end=2659
-  _globals['_NODESTATUS']._serialized_start=2662
-  _globals['_NODESTATUS']._serialized_end=2821
-  _globals['_VERIFYCASE']._serialized_start=2824
-  _globals['_VERIFYCASE']._serialized_end=2964
-  _globals['_VERIFYREQUEST']._serialized_start=2966
-  _globals['_VERIFYREQUEST']._serialized_end=3079
-  _globals['_VERIFYRESPONSE']._serialized_start=3082
-  _globals['_VERIFYRESPONSE']._serialized_end=3270
-  _globals['_CLUSTERSERVICE']._serialized_start=3663
-  _globals['_CLUSTERSERVICE']._serialized_end=4254
+  _globals['_GENERATERESPONSE']._serialized_end=940
+  _globals['_TOPLOGPROBS']._serialized_start=942
+  _globals['_TOPLOGPROBS']._serialized_end=1007
+  _globals['_STREAMOUTPUTSREQUEST']._serialized_start=1009
+  _globals['_STREAMOUTPUTSREQUEST']._serialized_end=1031
+  _globals['_STREAMOUTPUTSRESPONSE']._serialized_start=1033
+  _globals['_STREAMOUTPUTSRESPONSE']._serialized_end=1137
+  _globals['_TEXTORTOKENS']._serialized_start=1139
+  _globals['_TEXTORTOKENS']._serialized_end=1219
+  _globals['_SCOREREQUEST']._serialized_start=1222
+  _globals['_SCOREREQUEST']._serialized_end=1402
+  _globals['_SCORERESPONSE']._serialized_start=1405
+  _globals['_SCORERESPONSE']._serialized_end=1548
+  _globals['_SCORE']._serialized_start=1551
+  _globals['_SCORE']._serialized_end=1800
+  _globals['_GETCLUSTERREQUEST']._serialized_start=1802
+  _globals['_GETCLUSTERREQUEST']._serialized_end=1821
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=1824
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=2121
+  _globals['_MODELSTATUS']._serialized_start=2123
+  _globals['_MODELSTATUS']._serialized_end=2199
+  _globals['_GETCHATTEMPLATEREQUEST']._serialized_start=2201
+  _globals['_GETCHATTEMPLATEREQUEST']._serialized_end=2225
+  _globals['_GETCHATTEMPLATERESPONSE']._serialized_start=2227
+  _globals['_GETCHATTEMPLATERESPONSE']._serialized_end=2342
+  _globals['_SPECIALTOKEN']._serialized_start=2344
+  _globals['_SPECIALTOKEN']._serialized_end=2386
+  _globals['_TOKENIZEREQUEST']._serialized_start=2388
+  _globals['_TOKENIZEREQUEST']._serialized_end=2475
+  _globals['_TOKENIZERESPONSE']._serialized_start=2477
+  _globals['_TOKENIZERESPONSE']._serialized_end=2530
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2532
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2590
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2592
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2626
+  _globals['_AUDITSTATUS']._serialized_start=2629
+  _globals['_AUDITSTATUS']._serialized_end=2771
+  _globals['_NODESTATUS']._serialized_start=2774
+  _globals['_NODESTATUS']._serialized_end=2933
+  _globals['_VERIFYCASE']._serialized_start=2936
+  _globals['_VERIFYCASE']._serialized_end=3076
+  _globals['_VERIFYREQUEST']._serialized_start=3078
+  _globals['_VERIFYREQUEST']._serialized_end=3191
+  _globals['_VERIFYRESPONSE']._serialized_start=3194
+  _globals['_VERIFYRESPONSE']._serialized_end=3382
+  _globals['_CLUSTERSERVICE']._serialized_start=3775
+  _globals['_CLUSTERSERVICE']._serialized_end=4366
 # @@protoc_insertion_point(module_scope)

@@ -37,7 +37,7 @@ REFUSED: dict[str, list[Any]] = {
     "frequency_penalty": [-3],
     "repetition_penalty": [0, 1e-40],
     "logit_bias": [[1], {"a": 1}, {"1": 101}, {"01": 1, "1": 1}, {"300": 1}],
-    "logprobs": [2, -1, True, "1"],
+    "logprobs": [21, -1, True, "1"],
     "stream": [1],
     "prompt": [None, "", [], [[]], [1, "a"], ["a", 1], [-1], [1.5], [True], {"a": 1}, ["a"] * 129, [256], "x" * 600],
     "model": [5],
