@@ -8,9 +8,10 @@ frees its slots. This module must not know routes, nor how clients are kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -20,7 +21,7 @@ from corun.gateway.activity import Prompts
 from corun.gateway.answers import Numbered, chunks_of, echoes_of, translated, whole
 from corun.gateway.bodies import Limits, Room, read_body
 from corun.gateway.chat_responses import CHAT
-from corun.gateway.chats import Chat, read_chat_request, read_detokenize, read_tokenize
+from corun.gateway.chats import Chat, ChatRequest, read_chat_request, read_detokenize, read_tokenize
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.echoes import Echo
@@ -31,7 +32,9 @@ from corun.gateway.requests import CompletionRequest, read_request
 from corun.gateway.responses import COMPLETION, DONE, Events, Shape, echoed
 from corun.gateway.streams import EventStream
 from corun.observe.trace_context import TRACEPARENT, read, within
-from corun.types import Tokens
+from corun.types import TemplateSource, Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +86,7 @@ class Completions:
             chat = read_chat_request(incoming.body, request_id=incoming.request_id)
             incoming.check_model(chat.asked.model)
             with self._clients.lease(incoming.token) as client:
-                prompt = (await self._tokens_of_chat(incoming, chat.chat, client)).token_ids
-                asked = chat.with_prompt(prompt, incoming.served.max_model_len, self._config.chat_max_tokens)
+                asked = await self._with_prompt(incoming, chat, client)
                 return await self._run(incoming, asked, client, CHAT)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -94,7 +96,8 @@ class Completions:
             incoming.check_model(asked.model)
             with self._clients.lease(incoming.token) as client, self.activity.told():
                 if isinstance(asked.prompt, Chat):
-                    found = await self._tokens_of_chat(incoming, asked.prompt, client, asked.return_token_strs)
+                    text = await self._rendered(incoming, asked.prompt.render)
+                    found = await self._tokens_of_chat(text, client, asked.return_token_strs)
                 else:
                     found = await client.tokenize(
                         asked.prompt,
@@ -129,15 +132,23 @@ class Completions:
                 body = await read_body(request, limits, hold, self._config.client_timeout_s)
             yield _Incoming(request=request, token=token, served=served, body=body)
 
-    async def _tokens_of_chat(
-        self, incoming: _Incoming, chat: Chat, client: AsyncClient, with_spellings: bool = False
-    ) -> Tokens:
+    async def _with_prompt(self, incoming: _Incoming, chat: ChatRequest, client: AsyncClient) -> CompletionRequest:
+        """Return the request for the prompt that a chat becomes."""
         with self.activity.told():
-            template = await self._catalog.template(incoming.token)
-            render = functools.partial(chat.render, template, incoming.served.max_prompt_bytes)
-            text = await self.renders.run(incoming.token, render)
-            with naming("prompt", "messages", whole=True):
-                return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
+            text, style = await self._rendered(incoming, chat.render)
+            prompt = (await self._tokens_of_chat(text, client)).token_ids
+            return chat.with_prompt(prompt, style, incoming.served.max_model_len, self._config.chat_max_tokens)
+
+    async def _rendered(self, incoming: _Incoming, render: Callable[[TemplateSource, int], T]) -> T:
+        """Return what the model's template makes of a chat."""
+        template = await self._catalog.template(incoming.token)
+        return await self.renders.run(
+            incoming.token, functools.partial(render, template, incoming.served.max_prompt_bytes)
+        )
+
+    async def _tokens_of_chat(self, text: str, client: AsyncClient, with_spellings: bool = False) -> Tokens:
+        with naming("prompt", "messages", whole=True):
+            return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
 
     async def _run(
         self,

@@ -16,6 +16,7 @@ from corun.client.request import read_priority
 from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
 from corun.gateway.errors import SAMPLING, naming
+from corun.gateway.tools import Calls
 from corun.params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams, check_request_id, check_seed
 from corun.types import Priority
 
@@ -93,6 +94,8 @@ class CompletionRequest:
     """False if no token is drawn: `max_tokens` was 0."""
     texts: tuple[str, ...] = ()
     """The text of each prompt, if it is echoed."""
+    calls: Calls | None = None
+    """How tool calls are read from the text; None: none are."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The names that the client knows fields by, where they are not the routers'."""
 

@@ -147,9 +147,9 @@ class Events:
 
     def _event(self, number: int, prompt: Sequence[int], choice: Sent, chunk: Chunk) -> str:
         asked = self._asked
-        reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
         logprobs = self._logprobs(chunk, *self._texts(choice, chunk)) if asked.params.logprobs else "null"
         content = self._content(choice, number // asked.params.n, chunk)
+        reason = f'"{ended}"' if (ended := self._reason(chunk)) else "null"
         text = f'{self._begin}{number},{content},"logprobs":{logprobs},"finish_reason":{reason}'
         if asked.return_token_ids:
             text += self._ids(choice, prompt, chunk)
@@ -163,6 +163,10 @@ class Events:
         if asked.continuous_usage:
             text += f',"usage":{dumped(usage(len(prompt), choice.tokens))}'
         return f"{text}}}\n\n"
+
+    def _reason(self, chunk: Chunk) -> str:
+        """Return why the choice ended; empty if it goes on."""
+        return chunk.finish_reason.value if chunk.finish_reason else ""
 
     def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
         """Return the field with the new text."""
