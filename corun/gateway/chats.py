@@ -145,7 +145,11 @@ class ChatRequest:
 
 def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequest:
     """Read a request for /v1/chat/completions. Errors and arguments are those of `read_request`."""
-    fields = read_json(body)
+    return chat_request(read_json(body), request_id=request_id)
+
+
+def chat_request(fields: Mapping[str, Any], *, request_id: str | None = None) -> ChatRequest:
+    """Return the request that these fields make."""
     check_known(fields, (*COMMON, *_OF_CHATS), _FIXED_OF_CHATS)
     name, max_tokens = _max_tokens(fields)
     limit = _NO_LIMIT if max_tokens is None else max_tokens

@@ -1,8 +1,8 @@
 """The requests that need tokens: read them, ask the cluster, and answer as a whole or as a stream.
 
-POST /v1/completions and /v1/chat/completions draw tokens, /tokenize and /detokenize only translate. A request lives as
-long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in the cluster and
-frees its slots. This module must not know routes, nor how clients are kept.
+POST /v1/completions, /v1/chat/completions and /v1/responses draw tokens, /tokenize and /detokenize only translate. A
+request lives as long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in the
+cluster and frees its slots. This module must not know routes, nor how clients are kept.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.echoes import Echo
 from corun.gateway.errors import naming
-from corun.gateway.failures import event_of, typed
+from corun.gateway.failures import typed
 from corun.gateway.renders import Renders
 from corun.gateway.requests import CompletionRequest, read_request
-from corun.gateway.responses import COMPLETION, DONE, Events, Shape, echoed
+from corun.gateway.response_items import shape
+from corun.gateway.response_requests import named, read_response_request
+from corun.gateway.responses import COMPLETION, Events, Shape, echoed
 from corun.gateway.streams import EventStream
 from corun.observe.trace_context import TRACEPARENT, read, within
 from corun.types import TemplateSource, Tokens
@@ -88,6 +90,16 @@ class Completions:
             with self._clients.lease(incoming.token) as client:
                 asked = await self._with_prompt(incoming, chat, client)
                 return await self._run(incoming, asked, client, CHAT)
+
+    async def post_response(self, request: web.Request) -> web.StreamResponse:
+        """Handle a request for the answer to a conversation of items."""
+        async with self._incoming(request) as incoming:
+            read = read_response_request(incoming.body, request_id=incoming.request_id)
+            incoming.check_model(read.chat.asked.model)
+            with self._clients.lease(incoming.token) as client:
+                with named():
+                    asked = await self._with_prompt(incoming, read.chat, client)
+                return await self._run(incoming, asked, client, shape(read.told))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Answer with the tokens of a text or of a chat."""
@@ -179,5 +191,5 @@ class Completions:
         except Exception as error:
             if not answer.begun:
                 raise  # Nothing was sent, so the error can have its own status.
-            last = event_of(typed(error))
-        return await answer.end(last + DONE)
+            last = events.failure(typed(error))
+        return await answer.end(last + events.done)

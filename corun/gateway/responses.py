@@ -15,7 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from corun.completion import Chunk, Generation, Sample
+from corun.errors import CorunError
 from corun.gateway.echoes import Echo
+from corun.gateway.errors import body_of
 from corun.gateway.requests import CompletionRequest
 from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason
 
@@ -92,7 +94,7 @@ class Shape:
     """Returns the fields with which every part of one response begins, for a request and the model's name."""
     completion: Callable[[Head, CompletionRequest, Sequence[Generation]], dict[str, Any]]
     """Returns the whole response."""
-    events: type[Events]
+    events: Callable[[Head, CompletionRequest], Events]
 
 
 @dataclass(slots=True)
@@ -112,6 +114,9 @@ class Sent:
 
 class Events:
     """The events of one stream."""
+
+    done = DONE
+    """What ends the stream."""
 
     def __init__(self, head: dict[str, Any], asked: CompletionRequest) -> None:
         self._head = head
@@ -136,6 +141,10 @@ class Events:
             choice.held = chunk
             return ""
         return self._event(number, prompt, choice, chunk)
+
+    def failure(self, error: CorunError) -> str:
+        """Return the event for an error that ends a stream which has begun."""
+        return f"data: {json.dumps(body_of(error))}\n\n"
 
     def usage(self) -> str:
         """Return the last event before the end, with the number of tokens; empty if it was not asked for."""
