@@ -26,7 +26,7 @@ import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 
-from corun.errors import InvalidArgumentError, OverloadedError, Shown
+from corun.errors import InternalError, InvalidArgumentError, OverloadedError, Shown
 
 FIELD = "sampling_params.structured_outputs"
 LIMITS = llguidance.LLParserLimits(
@@ -126,6 +126,7 @@ class Trials:
         Raises:
             InvalidArgumentError: it cannot be read, allows no output, or is too large.
             OverloadedError: there was no answer in time. The node is as good as any: no fault of it is meant.
+            InternalError: the process for it does not start.
         """
         if not self._has_ends or not self._path.is_file():
             raise InvalidArgumentError(
@@ -187,7 +188,7 @@ class Trials:
         return TOO_MUCH
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """Return the process once it has said that it is ready. Raises OverloadedError if it ends before."""
+        """Return the process once it has said that it is ready. Raises InternalError if it ends before."""
         if self._child is None:
             pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-m", __name__, *self._arguments)
@@ -197,7 +198,7 @@ class Trials:
             assert self._child.stdout is not None
             if not await self._child.stdout.readline():
                 await self.close()
-                raise OverloadedError("constraints cannot be tried: the process for it ended, see the node's log")
+                raise InternalError("constraints cannot be tried: the process for it ended, see the node's log")
         return self._child
 
 

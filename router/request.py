@@ -230,12 +230,15 @@ class RequestRunner:
         ids = check_token_ids(token_ids, model.vocab_size, "token_ids")
         return await self.read(partial(model.tokenizer.decode, ids, special=True), len(ids), deadline, caller)
 
-    async def read(self, work: Callable[[], T], num_tokens: int, deadline: float, caller: Caller) -> T:
+    async def read(
+        self, work: Callable[[], T], num_tokens: int, deadline: float, caller: Caller, *, is_due: bool = False
+    ) -> T:
         """Return what `work` makes of so many tokens with a tokenizer, in one of few threads, where callers take turns.
+        is_due: as in `PromptEncoder.read`.
 
         Raises OverloadedError if too much waits there, DeadlineError.
         """
-        return await self._texts.read(work, num_tokens, deadline, caller.name)
+        return await self._texts.read(work, num_tokens, deadline, caller.name, is_due=is_due)
 
     async def is_text_of(
         self, text: str, prompt: tuple[int, ...], model: Model, deadline: float, caller: Caller
