@@ -145,11 +145,15 @@ async def test_calls_are_items(tool_model: str, said: list[str]) -> None:
         async with client.responses.stream(model=name, **asked) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
+        output = {"type": "function_call_output", "call_id": whole.output[1].call_id, "output": "5"}
+        talk = {"input": [{"role": "user", "content": "Hi"}, *whole.output, output], "max_output_tokens": 1}
+        more = await client.responses.create(model=name, **talk)
     assert [item.type for item in whole.output] == ["message", "function_call", "function_call", "message"]
     assert (whole.status, whole.output_text) == ("completed", "Let me see. Done.")
     assert [(item.name, item.arguments) for item in whole.output[1:3]] == CALLED
     fields = [[getattr(item, "call_id", ""), getattr(item, "arguments", "")] for item in whole.output]
     assert [[getattr(item, "call_id", ""), getattr(item, "arguments", "")] for item in final.output] == fields
+    assert more.usage.input_tokens > whole.usage.input_tokens - len(json.dumps(TOOLS)), "its items can be sent back"
     pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
     assert "".join(event.delta for event in pieces if event.output_index == 1) == ARGUMENTS
     assert len(pieces) > 5
