@@ -146,7 +146,7 @@ class Parsed:
 
 class _At(enum.Enum):
     START = enum.auto()
-    """Of an answer that may be plain JSON."""
+    """At the start of an answer that may be plain JSON."""
     TEXT = enum.auto()
     HEAD = enum.auto()
     """In a call whose arguments have not begun, as far as is known."""

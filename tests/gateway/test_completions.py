@@ -210,7 +210,7 @@ async def test_openais_own_client_reads_log_probabilities(model: str) -> None:
             whole = (await client.completions.create(**asked)).choices[0]
             parts = [event.choices[0] async for event in await client.completions.create(**asked, stream=True)]
             with pytest.raises(openai.NotFoundError, match="there is no such path here"):
-                await client.responses.create(model=card.id, input="a")
+                await client.embeddings.create(model=card.id, input="a")
             with pytest.raises(openai.NotFoundError, match="does not exist"):
                 await client.completions.create(**{**asked, "model": model})
     assert card.id == Path(model).name

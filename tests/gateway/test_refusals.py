@@ -110,7 +110,7 @@ async def test_what_http_refuses_is_json_too(model: str) -> None:
             assert (found, answer["error"]["code"]) == (status, status)
         assert answer["error"]["message"] == "POST /v1/models: this path takes GET,HEAD"
         assert (await http.get("/v1/completions"))[0] == 405
-        for path in ("/v1/responses", "/v1/chat", "/", long):
+        for path in ("/v1/embeddings", "/v1/chat", "/", long):
             for status, answer in (await http.get(path), (await http.post({"input": "a"}, path=path))[:2]):
                 error = answer["error"]
                 assert (status, error["code"], error["type"]) == (404, 404, "not_found_error")
