@@ -39,7 +39,11 @@ MAX_HEAD = 512
 """The most characters of a call up to its arguments for them to be told as they come; else they are told at its end."""
 MAX_SPACE = 64
 """The most white space before a tag that is left out with it."""
+WINDOW = 1024
+"""The characters of a text that are read at a time."""
 _TAG_BEFORE = re.compile(r"<([^<>\s/][^<>\s]*)>(\s*)$")
+_ORDINARY = re.compile(r'[^{}\[\]"\\]+')
+"""Characters that do not change the nesting of JSON, within a text or without, unless the first one is escaped."""
 _TAG_AFTER = re.compile(r"(\s*)</([^<>\s]+)>")
 
 
@@ -160,17 +164,17 @@ class _At(enum.Enum):
 class _Nesting:
     """How deep the end of a text is in JSON's brackets."""
 
-    __slots__ = ("_escaped", "_in_text", "depth")
+    __slots__ = ("_in_text", "depth", "is_escaped")
 
     def __init__(self) -> None:
         self.depth = 0
-        self._in_text = self._escaped = False
+        self._in_text = self.is_escaped = False
 
     def push(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
+        if self.is_escaped:
+            self.is_escaped = False
         elif self._in_text:
-            self._escaped, self._in_text = char == "\\", char != '"'
+            self.is_escaped, self._in_text = char == "\\", char != '"'
         elif char in "{[":
             self.depth += 1
         elif char in "}]":
@@ -193,32 +197,57 @@ class CallReader:
         self._keys = style.keys
         name, arguments = (re.escape(json.dumps(key)) for key in style.keys)
         self._head = re.compile(rf'\{{\s*{name}\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*{arguments}\s*:\s*\{{')
+        self._ordinary = re.compile(rf"[^\s{re.escape(self._begin[:1])}]+")
         self._at = _At.TEXT if self._begin else _At.START
         self._held = ""
         """Text that may be part of a tag, or white space before one."""
-        self._raw = ""
+        self._raw: list[str] = []
         """All of the call that is being read."""
-        self._object = ""
-        """The call's JSON so far, in `HEAD`."""
+        self._object: list[str] = []
+        """The characters of the call's JSON so far, in `HEAD`."""
         self._in_list = False
         self._call = self._inner = _Nesting()
 
     def push(self, text: str) -> Parsed:
         """Return what new text brings."""
-        found = Parsed()
-        for char in text:
-            self._step(char, found)
+        if len(text) > WINDOW:  # Strings that grow by a character are copied each time.
+            return _joined([self.push(text[at : at + WINDOW]) for at in range(0, len(text), WINDOW)])
+        found, at = Parsed(), 0
+        while at < len(text):
+            if run := self._run(text, at):
+                at += len(run)
+                self._take_run(run, found)
+            else:
+                self._step(text[at], found)
+                at += 1
         return found
 
     def finish(self) -> Parsed:
         """Return what is left at the end of the answer."""
         found = Parsed()
         if self._at is _At.HEAD:
-            found.content += self._raw
+            found.content += "".join(self._raw)
         elif self._held.strip() or not self.num_calls:
             found.content += self._held
-        self._held = self._raw = ""
+        self._held, self._raw = "", []
         return found
+
+    def _run(self, text: str, at: int) -> str:
+        """Return characters from `at` on that change nothing but what is told; often none. To take them one at a time
+        would come to the same."""
+        if self._at is _At.ARGUMENTS and not self._inner.is_escaped:
+            run = _ORDINARY.match(text, at)
+        elif self._at is _At.TEXT and not self._held:
+            run = self._ordinary.match(text, at)
+        else:
+            run = None
+        return run[0] if run else ""
+
+    def _take_run(self, run: str, found: Parsed) -> None:
+        if self._at is _At.ARGUMENTS:
+            found.argue(self.num_calls - 1, run)
+        else:
+            found.content += run
 
     def _step(self, char: str, found: Parsed) -> None:
         if self._at is _At.ARGUMENTS:
@@ -240,7 +269,7 @@ class CallReader:
             if char in "{[":
                 self._begin_call()
                 self._step_head(char, found, is_raw=True)
-            elif not char.isspace():
+            elif not char.isspace() or len(self._held) > MAX_SPACE:
                 self._at = _At.TEXT
                 self._release(found)
         else:
@@ -251,25 +280,25 @@ class CallReader:
                 self._release(found)
 
     def _begin_call(self) -> None:
-        self._at, self._raw, self._held = _At.HEAD, self._held, ""
-        self._object, self._in_list, self._call = "", False, _Nesting()
+        self._at, self._raw, self._held = _At.HEAD, [self._held], ""
+        self._object, self._in_list, self._call = [], False, _Nesting()
 
     def _step_head(self, char: str, found: Parsed, *, is_raw: bool = False) -> None:
         if not is_raw:
-            self._raw += char
+            self._raw.append(char)
         if not self._object:
             if char == "[" and not self._in_list:
                 self._in_list = True
             elif char == "{":
-                self._object = char
+                self._object.append(char)
                 self._call.push(char)
             elif not char.isspace():
                 self._give_up(found)
             return
-        self._object += char
+        self._object.append(char)
         self._call.push(char)
         if char == "{" and self._call.depth == 2 and len(self._object) <= MAX_HEAD:
-            head = self._head.fullmatch(self._object)
+            head = self._head.fullmatch("".join(self._object))
             if head and isinstance(name := _loaded(head[1]), str) and self._takes(name):
                 self._tell(name, "{", found)
                 self._at, self._inner = _At.ARGUMENTS, _Nesting()
@@ -279,7 +308,7 @@ class CallReader:
 
     def _end_head(self, found: Parsed) -> None:
         """Read a call whose arguments could not be told as they came."""
-        call = _loaded(self._object)
+        call = _loaded("".join(self._object))
         name, arguments = (call.get(key) if isinstance(call, dict) else None for key in self._keys)
         if not isinstance(name, str) or not self._takes(name) or not isinstance(arguments, (dict, str)):
             self._give_up(found)
@@ -315,8 +344,8 @@ class CallReader:
 
     def _give_up(self, found: Parsed) -> None:
         """Take what looked like a call for text."""
-        found.content += self._raw
-        self._at, self._raw, self._object = _At.TEXT, "", ""
+        found.content += "".join(self._raw)
+        self._at, self._raw, self._object = _At.TEXT, [], []
 
     def _release(self, found: Parsed) -> None:
         """Tell the held text up to where a tag may begin, or white space before one."""
@@ -329,6 +358,17 @@ class CallReader:
 
     def _may_begin(self, text: str) -> bool:
         return len(text) <= MAX_SPACE + len(self._begin) and self._begin.startswith(text.lstrip())
+
+
+def _joined(parts: Sequence[Parsed]) -> Parsed:
+    """Return what several pieces of text have brought."""
+    calls: list[tuple[CallPart, list[str]]] = []
+    for part in (call for each in parts for call in each.calls):
+        if not calls or calls[-1][0].index != part.index:
+            calls.append((CallPart(part.index, part.name), []))
+        calls[-1][1].append(part.arguments)
+    found = [CallPart(call.index, call.name, "".join(arguments)) for call, arguments in calls]
+    return Parsed(content="".join(each.content for each in parts), calls=found)
 
 
 def _loaded(text: str) -> Any:

@@ -166,6 +166,15 @@ def test_any_text_in_any_pieces_gives_the_same(style: str, parts: list[str], dra
         assert whole[0] == text
 
 
+def test_long_texts_are_read_as_short_pieces_are() -> None:
+    long = (
+        "So, it says. " * 300 + f'<tool_call>{{"name": "f", "arguments": {{"a": "{"b " * 900}"}}}}</tool_call> \n' * 3
+    )
+    content, calls = read(HERMES, long + "Done." * 900)
+    assert (content, calls) == read(HERMES, *long, "Done." * 900)
+    assert [len(arguments) for _, arguments in calls] == [1809] * 3
+
+
 def test_arguments_are_told_as_they_come() -> None:
     reader = CallReader(HERMES, NAMES)
     assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == Parsed()
