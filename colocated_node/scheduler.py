@@ -80,7 +80,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def decoding(self) -> int:
         """Return the number of samples that have a slot; in a step without rows no slot is given away."""
-        return sum(not is_prompt(request) for request in self.running) if self._takes_rows else self.slots
+        if not self._takes_rows:
+            return self.slots
+        return sum(not is_prompt(request) for request in self.running) + self._num_resting
 
     def rows_of(self, output: SchedulerOutput) -> int:
         rows = output.kv_connector_metadata.rows
@@ -141,7 +143,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self.running = [*(rows if self._takes_rows else ()), *unfinished]
         hidden += () if self._takes_rows else rows
         try:
-            with self.showing_waiting(new):
+            with self.showing_waiting(new), self.resting(rows if self._takes_rows else ()):
                 yield
         finally:
             # Unfinished prompts go first among prompts, because the line begins with them in this order.

@@ -12,6 +12,7 @@ is that process: it reads constraints from lines of JSON, and answers each with 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import resource
@@ -40,7 +41,8 @@ LIMITS = llguidance.LLParserLimits(
 )
 """The most work for a token. It is the same everywhere, unlike time, and the step of all samples waits for it. With
 49,152 tokens, what these limits let pass took at most 2 ms a token, and JSON schemas 0.6 ms. With three to five times
-as much work an ambiguous grammar took up to 50 ms."""
+as much work an ambiguous grammar took up to 50 ms. A text of 60,000 characters in a constraint takes 20 ms all the
+same, 100 ms for the first mask; decode_node/scheduler.py sees to it that others do not wait for it."""
 MAX_WORDS = 300
 """The most characters of llguidance's own words in an error. They may repeat the whole constraint."""
 TRIAL_S = 0.5
@@ -57,7 +59,10 @@ TOO_MUCH = f"must take at most {TRIAL_S:g} s of processor time and {TRIAL_BYTES 
 
 
 def tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
-    """Return the vocabulary that matchers work on. This takes up to a second, and holds Python's lock."""
+    """Return the vocabulary that matchers work on. This takes up to a second, and holds Python's lock.
+
+    Raises ValueError if the file is none, or lacks an end token of the model.
+    """
     return llguidance.LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
@@ -70,6 +75,12 @@ class Matcher:
         self._matcher = llguidance.LLMatcher(tokens, _grammar(kind, text), log_level=0, limits=LIMITS)
         self.finding = self._error()
         """Why nothing can be drawn any more; empty while something can."""
+
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state. What one of the two does later, the other does not see."""
+        made = copy.copy(self)
+        made._matcher = self._matcher.deep_copy()
+        return made
 
     def fill(self, masks: npt.NDArray[np.int32], row: int) -> None:
         """Set the bits of the tokens that may be drawn next; of all tokens if `finding` says that none can."""
@@ -248,8 +259,12 @@ def trial(tokens: llguidance.LLTokenizer, kind: str, text: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     path, vocab_size, *ends = arguments
-    tokens = tokenizer(Path(path), int(vocab_size), list(map(int, ends)))
-    trial(tokens, "json", "{}")  # What is built only once is in memory now.
+    unusable = ""
+    try:
+        tokens = tokenizer(Path(path), int(vocab_size), list(map(int, ends)))
+        trial(tokens, "json", "{}")  # What is built only once is in memory now.
+    except ValueError as error:
+        unusable = f"must be unset, because the model's tokenizer.json does not serve for it: {_words(error)}"
     used = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
     limit = used * 1024 + TRIAL_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -257,7 +272,7 @@ def main(arguments: Sequence[str]) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, TRIAL_S)  # Its signal ends the process; no code of ours has to run.
-        answer = trial(tokens, *json.loads(line))
+        answer = unusable or trial(tokens, *json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 

@@ -7,7 +7,10 @@ them, as long as one of its rows is constrained. Must not know: what a constrain
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,25 @@ from vllm.v1.structured_output.backend_types import (
 from corun.node.vllm.start import eos_token_ids
 from decode_node.grammar import Matcher, tokenizer
 
+MADE = 4
+"""The number of constraints whose matchers are kept. Each may take some tens of MiB."""
+
 
 class RowGrammar(StructuredOutputGrammar):  # type: ignore[misc]
     """One row's matcher under vLLM's names. What vLLM needs for speculative decoding only is refused."""
 
-    def __init__(self, matcher: Matcher, findings: dict[str, str]) -> None:
+    def __init__(self, matcher: Matcher, findings: dict[str, str], fill_s: float) -> None:
         self._matcher = matcher
         self._findings = findings
+        self.fill_s = fill_s
+        """The processor time that the last mask took, in seconds. The next one mostly takes as long."""
+        self.filled_at = time.monotonic()
+        """When the last mask was made, or this row began, in seconds on the monotonic clock."""
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        began = time.thread_time()
         self._matcher.fill(bitmask.numpy(), batch_index)
+        self.fill_s, self.filled_at = time.thread_time() - began, time.monotonic()
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Go on behind drawn tokens. If this is refused, vLLM ends the request with an error."""
@@ -62,11 +74,30 @@ class MaskBackend(StructuredOutputBackend):  # type: ignore[misc]
         self.findings: dict[str, str] = {}
         """Why requests ended that no token could follow, by their ids, until the scheduler has told it."""
         path = Path(model.model) / "tokenizer.json"
-        # At the start, since it would hold up all rows later. Without the file no constraint comes here (`Trials`).
-        self.tokenizer: Any = tokenizer(path, self.vocab_size, eos_token_ids(model)) if path.is_file() else None
+        # At the start, since it would hold up all rows later. Without it no constraint comes here (`Trials`).
+        self.tokenizer: Any = None
+        if path.is_file():
+            with suppress(ValueError):
+                self.tokenizer = tokenizer(path, self.vocab_size, eos_token_ids(model))
+        self._made: OrderedDict[tuple[str, str], tuple[Matcher, float]] = OrderedDict()
+        """The matchers of the last constraints, before any token, and the time of their masks."""
 
     def compile_grammar(self, request_type: StructuredOutputOptions, grammar_spec: str) -> RowGrammar:
-        return RowGrammar(Matcher(self.tokenizer, request_type.name.lower(), grammar_spec), self.findings)
+        """Return a new row's matcher. A constraint is read once for its samples, since the engine takes in no other
+        request meanwhile, and its first mask is made here, since that may take ten times as long as the later ones."""
+        name = (request_type.name.lower(), grammar_spec)
+        if name not in self._made:
+            matcher = Matcher(self.tokenizer, *name)
+            masks = self.allocate_token_bitmask(1).numpy()
+            matcher.fill(masks, 0)
+            began = time.thread_time()
+            matcher.fill(masks, 0)
+            self._made[name] = matcher, time.thread_time() - began
+            if len(self._made) > MADE:
+                self._made.popitem(last=False)
+        self._made.move_to_end(name)
+        matcher, fill_s = self._made[name]
+        return RowGrammar(matcher.copy(), self.findings, fill_s)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from vllm import EngineArgs
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,6 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from colocated_node.shares import SLOTS
 from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
@@ -35,6 +37,8 @@ from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, STAMPS_PARAM, owne
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as nodes
 from corun.types import NixlEndpoint, NodeRef, NodeRole
+from decode_node.grammar import Matcher
+from decode_node.masks import RowGrammar
 from decode_node.slots import NoRoomError, SlotTable
 from prefill_node.engine import salt
 from tests.loading import environment
@@ -402,7 +406,22 @@ def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any, *, is_sampl
         extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer, is_sample=is_sample)},
     )
     salted = _salt(arrival) if is_sample else salt(arrival.scope, arrival.freedoms)
-    return Request(name, tokens_of(arrival), params, None, cache_salt=salted, block_hasher=hasher)
+    request = Request(name, tokens_of(arrival), params, None, cache_salt=salted, block_hasher=hasher)
+    if arrival.mask_s:
+        request.structured_output_request = StructuredOutputRequest(params=StructuredOutputsParams(regex="a"))
+        request.structured_output_request.grammar = _Grammar(arrival.mask_s)
+    return request
+
+
+class _Grammar(RowGrammar):
+    """A row whose masks take a time of the test's own. They are made when the step has drawn."""
+
+    def __init__(self, fill_s: float) -> None:
+        super().__init__(cast("Matcher", None), {}, fill_s)
+
+    def accept_tokens(self, _: str, __: list[int]) -> bool:
+        self.filled_at = time.monotonic()
+        return True
 
 
 def _salt(arrival: Arrive) -> str | None:

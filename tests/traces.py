@@ -42,6 +42,8 @@ class Arrive:
     """Colocated: whether it is a sample, which reads its prompt's KV, and not a prompt."""
     group: int = 0
     """The number of the samples of one prompt that share its blocks; 0: it shares none. All have the same `prompt`."""
+    mask_s: float = 0.0
+    """The time that each of its masks takes, in seconds; 0: its output is free."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,12 @@ def prefill_traces(
 
 
 def decode_traces() -> st.SearchStrategy[Trace]:
-    fails = st.sampled_from([False, False, False, True])
     arrivals = _arrivals(
-        LONGEST_OUTPUT, stops_after=st.integers(ENDLESS, 6), transfer_steps=st.integers(0, 6), fails=fails
+        LONGEST_OUTPUT,
+        stops_after=st.integers(ENDLESS, 6),
+        transfer_steps=st.integers(0, 6),
+        fails=st.sampled_from([False, False, False, True]),
+        mask_s=st.sampled_from([0.0, 0.0, 0.0003, 0.03]),
     )
     return _traces(arrivals, chunks=st.just(0))
 

@@ -178,6 +178,23 @@ def masks() -> Any:
     return load("decode_node.masks")
 
 
+def test_a_tokenizer_without_the_models_end_token_ends_no_node_and_refuses_constraints(path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"structured_outputs.regex.*tokenizer.json does not serve"):
+        asyncio.run(_tried(grammar.Trials(path, 151936, [151645]), "regex", "a"))
+    model = SimpleNamespace(model=path.parent, get_vocab_size=lambda: 151936)
+    masks = load("decode_node.masks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "eos_token_ids", lambda _: (151645,))
+        assert masks.MaskBackend(SimpleNamespace(model_config=model)).tokenizer is None
+
+
+async def _tried(trials: grammar.Trials, kind: str, text: str) -> None:
+    try:
+        await trials.check(kind, text)
+    finally:
+        await trials.close()
+
+
 def test_a_mask_changes_its_own_row_only(masks: Any) -> None:
     """The control is the mask under another row's name."""
     logits = torch.zeros(4, 70)
@@ -214,3 +231,31 @@ def test_what_is_complete_ends_with_the_end_token(tokens: Any) -> None:
 def test_words_of_an_error_are_few(tokens: Any) -> None:
     for schema in ({"type": "é" * 30_000}, {"$ref": "é" * 30_000}):
         assert len(grammar.trial(tokens, "json", json.dumps(schema, ensure_ascii=False))) < 400
+
+
+def test_copies_of_a_matcher_go_their_own_ways(tokens: Any) -> None:
+    first = grammar.Matcher(tokens, "regex", "[b-f]{3}")
+    allowed(first)
+    second = first.copy()
+    (b,) = tokens.tokenize_str("b")
+    assert first.accept(b)
+    assert written(tokens, second) == "bbb"
+    assert written(tokens, first) == "bb"
+
+
+def test_a_constraint_is_read_once_for_its_samples(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is read, the engine takes in no other request."""
+    masks = load("decode_node.masks")
+    model = SimpleNamespace(model=path.parent, get_vocab_size=lambda: VOCAB)
+    monkeypatch.setattr(masks, "eos_token_ids", lambda _: (END,))
+    backend = masks.MaskBackend(SimpleNamespace(model_config=model))
+    read = []
+    monkeypatch.setattr(masks, "Matcher", lambda *args: read.append(args[1:]) or grammar.Matcher(*args))
+    kinds = load("vllm.v1.structured_output.backend_types").StructuredOutputOptions
+    rows = [backend.compile_grammar(kinds.REGEX, "[b-f]{3}") for _ in range(64)]
+    assert read == [("regex", "[b-f]{3}")]
+    assert len({id(row._matcher) for row in rows}) == 64
+    for letter in "ghijk":
+        backend.compile_grammar(kinds.REGEX, letter)
+    backend.compile_grammar(kinds.REGEX, "[b-f]{3}")
+    assert len(read) == 7, "only the last constraints are kept"

@@ -96,6 +96,50 @@ def test_kv_is_read_while_all_slots_run_and_slots_are_taken_in_order(stepping: M
     assert not any(step.loads for step in busy), "the stock scheduler reads nothing while its slots are full"
 
 
+def rows_per_step(record: Record, number: int) -> float:
+    """Return in which part of the steps a request has a row, from its first to its last."""
+    steps = [at for at, step in enumerate(record.steps) if number in step.rows]
+    return len(steps) / (steps[-1] - steps[0] + 1)
+
+
+MASKED = (
+    Arrive(prompt=16, max_tokens=60),
+    *(Arrive(prompt=16, max_tokens=20, mask_s=0.03) for _ in range(3)),
+    *(Arrive(prompt=16, max_tokens=20, mask_s=0.0003) for _ in range(3)),
+)
+"""A free sample, three whose masks take longer than a step may give to them, and three with short ones."""
+
+
+@PLATFORMS
+def test_rows_with_long_masks_take_turns_and_hold_up_no_free_row(stepping: ModuleType, platform: Platform) -> None:
+    record = stepping.play(FIXED, Trace(7, 7, 99, MASKED), platform, role=NodeRole.DECODE)
+    assert list(violations(record, 7)) == []
+    assert rows_per_step(record, 0) == 1
+    took = [sum(MASKED[number].mask_s for number in step.rows) for step in record.steps if 0 in step.rows]
+    assert max(took) < 0.07, "one long mask in a step, one of a row that begins, and the short ones"
+    assert max(sum(took[at : at + 10]) for at in range(len(took))) < 10 * 0.02 + 0.05
+    slow = [sum(number in step.rows for step in record.steps[:30]) for number in (1, 2, 3)]
+    assert max(slow) - min(slow) <= 3, "they take turns"
+
+
+@PLATFORMS
+def test_without_turns_all_long_masks_are_in_each_step(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("decode_node.scheduler"), "MASKS_S", 1.0)
+    record = stepping.play(FIXED, Trace(7, 7, 99, MASKED), platform, role=NodeRole.DECODE)
+    assert max(sum(MASKED[number].mask_s for number in step.rows) for step in record.steps) > 0.08
+
+
+@PLATFORMS
+def test_rows_with_long_masks_alone_go_on_in_every_step(stepping: ModuleType, platform: Platform) -> None:
+    """A step without any row would help nobody. In the second step the other one begins."""
+    ops = tuple(Arrive(prompt=16, max_tokens=9, mask_s=5.0) for _ in range(2))
+    record = stepping.play(FIXED, Trace(2, 2, 9, ops), platform, role=NodeRole.DECODE)
+    assert list(violations(record, 2)) == []
+    assert [len(step.rows) for step in record.steps if step.rows] == [1, 2] + [1] * 15
+
+
 def play_group(stepping: ModuleType, trace: Trace, platform: Platform) -> Record:
     """Play a trace on the node's own leases: what they grant must end, however the engine shares blocks."""
     engine = stepping.engine(FIXED, trace, platform, role=NodeRole.DECODE)

@@ -75,16 +75,16 @@ class Victim:
             call.cancel()
         return "OK"
 
-    async def post(self, body: bytes | AsyncIterator[bytes], *, key: str | None = None) -> str:
+    async def post(
+        self, body: bytes | AsyncIterator[bytes], *, key: str | None = None, path: str = "/v1/completions"
+    ) -> str:
         """The status of a request to the gateway; key: what to show instead of the right token."""
         shown = f"Bearer {self.token}" if key is None else key
         headers = {"Content-Type": "application/json"} | ({"Authorization": shown} if shown else {})
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         data = io.BytesIO(body) if isinstance(body, bytes) else body
         try:
-            async with self.session.post(
-                f"{self.url}/v1/completions", data=data, headers=headers, timeout=timeout
-            ) as response:
+            async with self.session.post(f"{self.url}{path}", data=data, headers=headers, timeout=timeout) as response:
                 await response.read()
                 return f"HTTP {response.status}"
         except asyncio.TimeoutError:
@@ -207,6 +207,59 @@ async def score(victim: Victim, rng: Random) -> str:
     return await (_left([call], rng.uniform(0.1, 4.0)) if rng.random() < 0.5 else call)
 
 
+async def constraint(victim: Victim, rng: Random) -> str:
+    """Constrain outputs by something large, deep, ambiguous or that is no constraint; leave in the middle of some."""
+    kind, text = rng.choice(_constraints(rng.choice((3, 30, 300, 3000, 30_000))))
+    sampling = {"max_tokens": rng.choice((4, 64)), "n": rng.choice((1, 1, 4, 64))}
+    request = pb.GenerateRequest(token_ids={"ids": (1, 2, 3)}, sampling_params=sampling)
+    structured = request.sampling_params.structured_outputs
+    if kind == "choice":
+        structured.choice.texts.extend(text.split(","))
+    else:
+        setattr(structured, kind, text)
+    call = victim.call(request)
+    return await (_left([call], rng.uniform(0.1, 4.0)) if rng.random() < 0.5 else call)
+
+
+def _constraints(size: int) -> list[tuple[str, str]]:
+    """Return constraints by their fields; `size`: characters, levels, alternatives or repetitions."""
+    deep = min(size, 3000)  # Beyond that all are longer than a constraint may be.
+    return [
+        ("regex", "(a|b|ab)*" * (deep // 3) + "c"),
+        ("regex", "(" * deep + "a" + ")*" * deep),
+        ("regex", f"(.*x){{{size}}}"),
+        ("regex", f"[\\w\\s]{{0,{size}}}(?=a)"),
+        ("regex", f"(x{{0,{size}}}y?){{{size}}}"),
+        ("regex", "[0-9]{1,16}"),
+        ("json", '{"type":"array","items":' * deep + "{}" + "}" * deep),
+        ("json", json.dumps({"properties": {f"p{k}": {"pattern": f"a{{{k}}}"} for k in range(deep)}})),
+        ("json", '{"$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"$ref":"#/$defs/a"}]}},"$ref":"#/$defs/a"}'),
+        ("json", json.dumps({"enum": [str(k) * 5 for k in range(deep)]})),
+        ("json", '{"type":"object"}'),
+        ("json", "{" * size),
+        ("grammar", "start: a\na: a a | " + "x" * deep),
+        ("grammar", 'start: (s s s)*\ns: "a" | s s | "a" s "b" | '),
+        ("grammar", "start: " + " | ".join(f'"{k}"' for k in range(deep))),
+        ("choice", ",".join(str(k) for k in range(size))),
+    ]
+
+
+async def http_chat(victim: Victim, rng: Random) -> str:
+    """Chats of many or odd messages, with deep schemas and tools."""
+    size = rng.choice((1, 100, 10_000, 300_000))
+    deep = min(size, 5000)
+    bodies = (
+        b'{"messages":[' + b'{"role":"user","content":"a"},' * size + b'{"role":"user","content":"b"}],"max_tokens":4}',
+        b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * size + b"1]}]}",
+        b'{"messages":[{"role":"user","content":"' + b"a {{ b }} " * size + b'"}],"max_tokens":4}',
+        b'{"messages":[{"role":"user","content":"a"}],"tools":[' + b'{"type":"function"},' * size + b"{}]}",
+        b'{"messages":[{"role":"user","content":"a"}],"max_tokens":4,"response_format":{"type":"json_schema",'
+        b'"json_schema":{"name":"a","schema":' + b'{"items":' * deep + b"{}" + b"}" * deep + b"}}}",
+        b'{"messages":' + b"[" * deep + b"]" * deep + b"}",
+    )
+    return await victim.post(rng.choice(bodies), path="/v1/chat/completions")
+
+
 async def _left(calls: list[Awaitable[str]], after_s: float) -> str:
     """The status of a call that ends in time; all calls are cancelled after that."""
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -268,9 +321,11 @@ ASSAULTS: dict[str, tuple[int, Callable[[Victim, Random], Awaitable[str]]]] = {
     "slow reader": (3, slow_reader),
     "verification": (4, verification),
     "score": (6, score),
+    "constraint": (10, constraint),
     "http body": (12, http_body),
     "http corner": (10, http_corner),
     "http slow": (3, http_slow),
+    "http chat": (6, http_chat),
 }
 """By name, with how often each is drawn."""
 

@@ -41,7 +41,7 @@ async def test_every_assault_is_answered_with_a_typed_error(
     answers: dict[str, str] = {}
     async with cluster(model, **PATIENT) as fake, serving(fake) as http:
         async with victim(fake.address, http.gateway.url, **sizes) as target:
-            for number in range(60):
+            for number in range(100):
                 kind, rng = draw(1, number)
                 answers[f"{kind} {number}"] = await ASSAULTS[kind][1](target, rng)
         await fake.idle()

@@ -251,7 +251,9 @@ def header(tensors: list[Tensor]) -> bytes:
 
 def write(name: str, directory: Path, device: str) -> int:
     """Writes config, tokenizer and weights, the index last; returns the bytes of weights written."""
-    config = CONFIGS[name]
+    source = tiny.ensure()  # The tiny model's tokenizer: text is not what these models are for.
+    end = json.loads((source / "config.json").read_text())["eos_token_id"]
+    config = CONFIGS[name] | {"eos_token_id": end}  # One that the tokenizer has, so that outputs can be constrained.
     files = shards(shapes(config))
     text = json.dumps(config, indent=1)
     if (directory / INDEX).is_file() and (directory / "config.json").read_text() == text:
@@ -261,8 +263,7 @@ def write(name: str, directory: Path, device: str) -> int:
     if (free := shutil.disk_usage(directory).free) < total:
         raise OSError(f"{directory} has {free / 1e9:.1f} GB left, and the weights need {total / 1e9:.1f} GB")
     (directory / "config.json").write_text(text)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
-    source = tiny.ensure()  # The tiny model's tokenizer: text is not what these models are for.
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     for tokenizer in ("tokenizer.json", "tokenizer_config.json"):
         (directory / tokenizer).write_bytes((source / tokenizer).read_bytes())
 
