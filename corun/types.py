@@ -233,6 +233,14 @@ class NodeLoad:
     """The number of leases that a decode node has granted: samples in slots, and those in line for one."""
     cached_tokens: int = 0
     """The number of prompt tokens that a prefill node took from its prefix cache since its start."""
+    rows: int = 0
+    """The number of rows that a decode node's steps have computed since its start, padding included."""
+    used_rows: int = 0
+    """The number of these rows that drew a token."""
+    step_seconds: float = 0.0
+    """The sum, since a decode node's start, of the times from one step's tokens to the next one's while samples run."""
+    timed_steps: int = 0
+    """The number of steps that `step_seconds` is about."""
 
 
 GONE_AS_PLANNED = "gone as planned"
@@ -247,6 +255,31 @@ def state_in_words(state: NodeState, detail: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSamples:
+    """A router's samples on a decode node, in columns. `places`, `decoding` and `ages_ms` have one entry for each."""
+
+    places: tuple[int, ...] = ()
+    """Where each sample is shown from its lease to its end. A place below the node's number of slots is one of the
+    slots, the others are in line. The router chooses it; the engine's rows may have another order."""
+    decoding: tuple[bool, ...] = ()
+    """Whether each sample has a token of this run, and so a slot."""
+    ages_ms: tuple[int, ...] = ()
+    """The number of milliseconds since each sample's lease was granted."""
+    others: int = 0
+    """The number of leases that other routers hold, as of the last heartbeats."""
+    told: tuple[int, ...] = ()
+    """The indices, in the columns above, of the samples that the client may know more of. The columns below are about
+    these."""
+    request_ids: tuple[str, ...] = ()
+    sample_indices: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
+    """Each sample's own seed."""
+    num_tokens: tuple[int, ...] = ()
+    """The number of output tokens of each sample's current run."""
+    max_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
     """A router's view of one node."""
 
@@ -257,6 +290,8 @@ class NodeStatus:
     """Why the node is not in use, or what a target of latency keeps from it. Empty if it takes all work."""
     last_heartbeat_ms: int = 0
     """The number of milliseconds since the node was last heard, less those in which the router stood still."""
+    samples: SlotSamples | None = None
+    """The router's samples on a decode node, if they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,6 +369,18 @@ class TokenScores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """How often values were in which interval."""
+
+    bounds: tuple[float, ...] = ()
+    """The upper ends of the intervals, inclusive, ascending. The last interval has none."""
+    counts: tuple[int, ...] = ()
+    """The number of values in each interval: one count more than there are bounds."""
+    sum: float = 0.0
+    """The sum of all values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """The members of the cluster and how busy they are, as one router sees them."""
 
@@ -354,6 +401,15 @@ class ClusterStatus:
     audit: AuditStatus = AuditStatus()
     model: ModelStatus | None = None
     """The model that is served. None while no node has joined."""
+    queued_prompt_tokens: int = 0
+    """The number of prompt tokens of the samples that wait for room on nodes."""
+    sample_retries: int = 0
+    """The number of runs of samples that a node failed since the router started. The samples ran again."""
+    first_token_seconds: Distribution | None = None
+    """The seconds from a request's arrival to a sample's first token, since the router started. None: its version does
+    not tell."""
+    output_token_seconds: Distribution | None = None
+    """The seconds per token after a sample's first one, the mean over each sample, since the router started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,14 +70,19 @@ class Matcher:
     """What one sample may draw next. An output is complete where an end token is among it."""
 
     def __init__(self, tokens: llguidance.LLTokenizer, kind: str, text: str) -> None:
-        """Read a constraint. Raises ValueError if its text is not one of its kind."""
+        """Read a constraint. Raises ValueError if its text is not one of its kind.
+
+        A first mask is made and thrown away, since it may take ten times as long as the later ones.
+        """
         self._ends = frozenset(tokens.eos_tokens)
         self._matcher = llguidance.LLMatcher(tokens, _grammar(kind, text), log_level=0, limits=LIMITS)
         self.finding = self._error()
         """Why nothing can be drawn any more; empty while something can."""
+        self.fill(llguidance.numpy.allocate_token_bitmask(1, tokens.vocab_size), 0)
 
     def copy(self) -> Matcher:
-        """Return a matcher in the same state. What one of the two does later, the other does not see."""
+        """Return a matcher in the same state. What one of the two does later, the other does not see. The work that was
+        done counts for both, as if both had done it: a copy reaches its limits where a new matcher does."""
         made = copy.copy(self)
         made._matcher = self._matcher.deep_copy()
         return made
@@ -94,10 +99,14 @@ class Matcher:
             masks[row] = -1
 
     def accept(self, token_id: int) -> bool:
-        """Go on behind a drawn token. Return False if it may not be drawn."""
+        """Go on behind a drawn token. Return False if it may not be drawn; `finding` says if it is beyond a limit."""
         if self.finding:
             return False
-        return self._is_complete if token_id in self._ends else bool(self._matcher.consume_token(token_id))
+        if token_id in self._ends:
+            return self._is_complete
+        is_taken = bool(self._matcher.consume_token(token_id))
+        self.finding = self._error()
+        return is_taken
 
     @property
     def _is_complete(self) -> bool:

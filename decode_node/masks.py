@@ -47,9 +47,10 @@ class RowGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Go on behind drawn tokens. If this is refused, vLLM ends the request with an error."""
-        if self._matcher.finding:
+        is_taken = all(self._matcher.accept(token_id) for token_id in tokens)
+        if not is_taken and self._matcher.finding:
             self._findings[request_id] = self._matcher.finding
-        return all(self._matcher.accept(token_id) for token_id in tokens)
+        return is_taken
 
     def is_terminated(self) -> bool:
         """Return False: a row whose sample has ended is in no later step that vLLM asks masks for."""
@@ -84,14 +85,13 @@ class MaskBackend(StructuredOutputBackend):  # type: ignore[misc]
 
     def compile_grammar(self, request_type: StructuredOutputOptions, grammar_spec: str) -> RowGrammar:
         """Return a new row's matcher. A constraint is read once for its samples, since the engine takes in no other
-        request meanwhile, and its first mask is made here, since that may take ten times as long as the later ones."""
+        request meanwhile."""
         name = (request_type.name.lower(), grammar_spec)
         if name not in self._made:
             matcher = Matcher(self.tokenizer, *name)
             masks = self.allocate_token_bitmask(1).numpy()
-            matcher.fill(masks, 0)
             began = time.thread_time()
-            matcher.fill(masks, 0)
+            matcher.copy().fill(masks, 0)
             self._made[name] = matcher, time.thread_time() - began
             if len(self._made) > MADE:
                 self._made.popitem(last=False)

@@ -191,6 +191,10 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             tokens=int(self.metrics.tokens.value),
             kv_reads=self._kv_reads(),
             leases=len(self._table),
+            rows=int(self.metrics.rows.value),
+            used_rows=int(self.metrics.used_rows.value),
+            step_seconds=(timed := self.metrics.step_seconds.value).sum,
+            timed_steps=sum(timed.counts),
         )
 
     def on_step(self, rows: Sequence[StepRow], live: int = 0) -> None:

@@ -19,6 +19,9 @@ from router.targets import Targets
 REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
 """The kinds of errors that refuse a request, in this form or at this time. All other errors count as failures."""
 
+RETRIES = ("lost", "fault")
+"""Why a sample runs again: its node went away, or answered with an error of its own."""
+
 
 @dataclass
 class Ending:
@@ -67,6 +70,11 @@ class RouterMetrics(Metrics):
                 outcome = "refused" if reason in REFUSALS else "failed"
             self.requests.labels(outcome, reason).inc()
 
+    @property
+    def num_retries(self) -> int:
+        """The number of runs of samples and scores that a node failed."""
+        return sum(int(self.sample_retries.labels(reason).value) for reason in RETRIES)
+
     def note_sample(self, arrived: float, first_token: float | None, num_prompt: int, num_tokens: int) -> None:
         """Count the tokens and times of a sample that has finished. Times are on the loop's clock."""
         now = asyncio.get_running_loop().time()
@@ -87,7 +95,7 @@ class RouterMetrics(Metrics):
         self.scored_tokens = self.counter("scored_tokens", "Tokens of continuations whose scores were computed")
         text = "Runs of samples and scores that a node failed: it was lost in them, or answered with a fault"
         self.sample_retries = self.counter("sample_retries", text, ("reason",))
-        for reason in ("lost", "fault"):
+        for reason in RETRIES:
             self.sample_retries.labels(reason)
         self.queue_seconds = self.histogram("queue_seconds", "Wait of a sample for room on nodes, once for every run")
         text = "From a request's arrival to a sample's first token"

@@ -109,6 +109,11 @@ class DecodeRoom:
         return min(0, free) if self._is_closed else free
 
     @property
+    def foreign_leases(self) -> int:
+        """The number of leases that other routers hold, as far as reports have told."""
+        return self._leases.foreign
+
+    @property
     def free_places(self) -> int:
         return 0 if self._is_closed else max(0, self._total_places - self._leases.used)
 

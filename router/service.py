@@ -36,6 +36,7 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import Request, RequestRunner
 from router.score import ScoreRequest, ScoreRunner
+from router.slots import with_samples
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
@@ -120,19 +121,29 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def GetCluster(
         self, request: cluster_pb2.GetClusterRequest, context: Context
     ) -> cluster_pb2.GetClusterResponse:
+        viewer, metrics = caller(), self.metrics
+        nodes = self.registry.statuses()
+        if request.with_samples:
+            nodes = with_samples(nodes, self.registry.decodes, viewer)
+        if request.without_contracts:
+            nodes = tuple(replace(each, node=replace(each.node, contract_json="")) for each in nodes)
         status = ClusterStatus(
             router_id=self.router_id,
             fingerprint=self.registry.contract.fingerprint,
-            nodes=self.registry.statuses(),
+            nodes=nodes,
             queued_samples=self.queue.waiting,
             max_queued_samples=self.max_queued_samples,
-            finished_samples=int(self.metrics.finished_samples.value),
+            finished_samples=int(metrics.finished_samples.value),
             mismatches=self.registry.mismatches,
             refused_requests=self.queue.refused,
             audit=self.auditor.status(),
             model=None if self.registry.model is None else self.registry.model.status,
+            queued_prompt_tokens=self.queue.waiting_tokens,
+            sample_retries=metrics.num_retries,
+            first_token_seconds=metrics.time_to_first_token_seconds.value,
+            output_token_seconds=metrics.time_per_output_token_seconds.value,
         )
-        return codec.cluster_status_to_proto(status if caller().is_operator else for_client(status))
+        return codec.cluster_status_to_proto(status if viewer.is_operator else for_client(status))
 
     async def GetChatTemplate(
         self, request: cluster_pb2.GetChatTemplateRequest, context: Context

@@ -89,8 +89,8 @@ class Up:
         _setting("decode", "dtype", "{auto,bfloat16,float16,float32}"),
     ] = None
     http: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
-    """Port of a gateway, which serves OpenAI's HTTP API to this machine; 0 picks a free one; without it there is none.
-    A cluster.toml says more: [pools.NAME.gateway]."""
+    """Port of a gateway, which serves OpenAI's HTTP API and a live page to this machine; 0 picks a free one; without it
+    there is none. A cluster.toml says more: [pools.NAME.gateway]."""
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Running Ray cluster to place the processes on; by default one is started here and ends with the command."""
     log_dir: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None

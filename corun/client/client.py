@@ -276,12 +276,17 @@ class AsyncClient:
         deadline = self._deadline(timeout_s)
         return checked_scores(request, await self._answer("Score", request, deadline))
 
-    async def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
+    async def get_cluster(
+        self, *, samples: bool = False, contracts: bool = True, timeout_s: float | None = None
+    ) -> ClusterStatus:
         """Return the members of the cluster and how busy they are.
 
         Where routers ask for tokens, only an operator's token gets all of it.
 
         Args:
+            samples: return which samples hold the slots of decode nodes, too: all of them to an operator, and to others
+                what their own samples are and that there are more.
+            contracts: return the contract of each node. They are most of the answer, and change with a node only.
             timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
 
         Raises:
@@ -294,7 +299,8 @@ class AsyncClient:
             for node in status.nodes:
                 print(node.node.ref.node_id, node.state.value)
         """
-        return codec.cluster_status_from_proto(await self._ask("GetCluster", pb.GetClusterRequest(), timeout_s))
+        request = pb.GetClusterRequest(with_samples=samples, without_contracts=not contracts)
+        return codec.cluster_status_from_proto(await self._ask("GetCluster", request, timeout_s))
 
     async def get_chat_template(self, *, timeout_s: float | None = None) -> TemplateSource:
         """Return the chat template that the model brings. `corun.chat.ChatTemplate` renders chats with it.

@@ -22,6 +22,8 @@ from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
 from corun.gateway.failures import plain_response, translated
+from corun.gateway.live import Live
+from corun.gateway.pages import Pages
 from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 
@@ -45,6 +47,8 @@ class Gateway:
         completions = Completions(config, self.clients, self._catalog)
         self.activity, self.room, self._renders = completions.activity, completions.room, completions.renders
         self._started_at = int(time.time())
+        self.pages = Pages()
+        self.live = Live(config, self.clients, self.pages)
         app = web.Application(middlewares=[self._heard, translated])
         for path, handler in (
             ("/v1/completions", completions.post),
@@ -58,6 +62,10 @@ class Gateway:
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/version", _version)
+        app.router.add_get("/page/{name}", self.pages.file)
+        app.router.add_get("/", self.live.get)
+        app.router.add_post("/", self.live.post)
+        app.router.add_get("/live", self.live.stream, allow_head=False)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # A request ends when its client is gone.
@@ -108,6 +116,7 @@ class Gateway:
         """Refuse new requests and wait for the running ones, at most `drain_grace_s` seconds."""
         if self._server is not None:
             self._server.close()
+        self.live.watch.end(self.activity.shutting_down())
         if not await self.activity.drain(self._config.drain_grace_s):
             log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
 
@@ -116,6 +125,7 @@ class Gateway:
         if self._server is not None:
             self._server.close()
         self.activity.end()
+        self.live.watch.end(self.activity.shutting_down())
         await self.activity.drain(STOP_GRACE_S)
         for timer in self._silent.values():
             timer.cancel()

@@ -17,7 +17,7 @@ from typing import Any
 from corun.completion import Chunk, Generation, Sample
 from corun.errors import CorunError
 from corun.gateway.echoes import Echo
-from corun.gateway.errors import body_of
+from corun.gateway.errors import event_of
 from corun.gateway.requests import CompletionRequest
 from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason
 
@@ -144,7 +144,7 @@ class Events:
 
     def failure(self, error: CorunError) -> str:
         """Return the event for an error that ends a stream which has begun."""
-        return f"data: {json.dumps(body_of(error))}\n\n"
+        return event_of(error)
 
     def usage(self) -> str:
         """Return the last event before the end, with the number of tokens; empty if it was not asked for."""

@@ -262,6 +262,7 @@ class Cluster:
                 print(f"{line}{of_pool}", flush=True)
                 if http := pool.spec.http():
                     print(f"http: {gateway_url(http)}/v1{of_pool}", flush=True)
+                    print(f"page: {gateway_url(http)}/{of_pool}", flush=True)
             commands = "\n".join(f"  {command}" for command in next_steps(pool.spec, pool.addresses[0]))
             self._say(f"try, in another terminal:\n{commands}")
 

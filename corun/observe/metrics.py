@@ -17,12 +17,13 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, Gauge, Metric, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from corun.errors import UnavailableError
+from corun.types import Distribution
 
 LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """The bounds, in seconds, for work that takes from milliseconds to minutes."""
@@ -44,6 +45,18 @@ class Counter(prometheus_client.Counter):
     @property
     def value(self) -> float:
         return float(self._value.get())
+
+
+class Histogram(prometheus_client.Histogram):
+    """A histogram that its owner can read, too, so that what is told over gRPC is what the metrics show."""
+
+    @property
+    def value(self) -> Distribution:
+        return Distribution(
+            bounds=tuple(self._upper_bounds[:-1]),
+            counts=tuple(int(bucket.get()) for bucket in self._buckets),
+            sum=float(self._sum.get()),
+        )
 
 
 class Metrics:

@@ -36,6 +36,7 @@ from corun.types import (
     Alternatives,
     AuditStatus,
     ClusterStatus,
+    Distribution,
     FinishReason,
     FreedomStatus,
     KvHandle,
@@ -51,6 +52,7 @@ from corun.types import (
     NodeStatus,
     Priority,
     ResumePoint,
+    SlotSamples,
     SpecialToken,
     TemplateSource,
     Tokens,
@@ -239,7 +241,9 @@ _mirror(FreedomStatus, registry_pb2.FreedomStatus)
 node_info_to_proto, node_info_from_proto = _mirror(NodeInfo, registry_pb2.NodeInfo)
 _mirror(KvReads, registry_pb2.KvReads)
 node_load_to_proto, node_load_from_proto = _mirror(NodeLoad, registry_pb2.NodeLoad)
+_mirror(SlotSamples, cluster_pb2.SlotSamples)
 _mirror(NodeStatus, cluster_pb2.NodeStatus)
+_mirror(Distribution, cluster_pb2.Distribution)
 _mirror(AuditStatus, cluster_pb2.AuditStatus)
 _mirror(ModelStatus, cluster_pb2.ModelStatus)
 cluster_status_to_proto, cluster_status_from_proto = _mirror(ClusterStatus, cluster_pb2.GetClusterResponse)

@@ -211,11 +211,15 @@ class Score(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., output_digest: _Optional[str] = ..., equals_generation: bool = ..., prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., token_texts: _Optional[_Iterable[str]] = ..., top_token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("with_samples", "without_contracts")
+    WITH_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_CONTRACTS_FIELD_NUMBER: _ClassVar[int]
+    with_samples: bool
+    without_contracts: bool
+    def __init__(self, with_samples: bool = ..., without_contracts: bool = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit", "model")
+    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit", "model", "queued_prompt_tokens", "sample_retries", "first_token_seconds", "output_token_seconds")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +230,10 @@ class GetClusterResponse(_message.Message):
     REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     fingerprint: str
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
@@ -236,7 +244,21 @@ class GetClusterResponse(_message.Message):
     refused_requests: int
     audit: AuditStatus
     model: ModelStatus
-    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ...) -> None: ...
+    queued_prompt_tokens: int
+    sample_retries: int
+    first_token_seconds: Distribution
+    output_token_seconds: Distribution
+    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., queued_prompt_tokens: _Optional[int] = ..., sample_retries: _Optional[int] = ..., first_token_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., output_token_seconds: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
+
+class Distribution(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "max_model_len", "max_prompt_bytes")
@@ -319,18 +341,44 @@ class AuditStatus(_message.Message):
     def __init__(self, matched: _Optional[int] = ..., mismatched: _Optional[int] = ..., failed: _Optional[int] = ..., skipped: _Optional[int] = ..., same_node: _Optional[int] = ..., waiting: _Optional[int] = ..., last_mismatch: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node", "load", "state", "detail", "last_heartbeat_ms")
+    __slots__ = ("node", "load", "state", "detail", "last_heartbeat_ms", "samples")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     node: _registry_service_pb2.NodeInfo
     load: _registry_service_pb2.NodeLoad
     state: NodeState
     detail: str
     last_heartbeat_ms: int
-    def __init__(self, node: _Optional[_Union[_registry_service_pb2.NodeInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_service_pb2.NodeLoad, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., detail: _Optional[str] = ..., last_heartbeat_ms: _Optional[int] = ...) -> None: ...
+    samples: SlotSamples
+    def __init__(self, node: _Optional[_Union[_registry_service_pb2.NodeInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_service_pb2.NodeLoad, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., detail: _Optional[str] = ..., last_heartbeat_ms: _Optional[int] = ..., samples: _Optional[_Union[SlotSamples, _Mapping]] = ...) -> None: ...
+
+class SlotSamples(_message.Message):
+    __slots__ = ("places", "decoding", "ages_ms", "others", "told", "request_ids", "sample_indices", "seeds", "num_tokens", "max_tokens")
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    AGES_MS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedScalarFieldContainer[int]
+    decoding: _containers.RepeatedScalarFieldContainer[bool]
+    ages_ms: _containers.RepeatedScalarFieldContainer[int]
+    others: int
+    told: _containers.RepeatedScalarFieldContainer[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    sample_indices: _containers.RepeatedScalarFieldContainer[int]
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, places: _Optional[_Iterable[int]] = ..., decoding: _Optional[_Iterable[bool]] = ..., ages_ms: _Optional[_Iterable[int]] = ..., others: _Optional[int] = ..., told: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyCase(_message.Message):
     __slots__ = ("prompt_token_ids", "sampling_params", "seed", "output_digest", "text")

@@ -74,7 +74,7 @@ class NodeInfo(_message.Message):
     def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ..., freedoms: _Optional[_Iterable[_Union[FreedomStatus, _Mapping]]] = ..., certificate: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "kv_reads", "leases", "cached_tokens")
+    __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "kv_reads", "leases", "cached_tokens", "rows", "used_rows", "step_seconds", "timed_steps")
     USED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     USED_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,10 @@ class NodeLoad(_message.Message):
     KV_READS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    USED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIMED_STEPS_FIELD_NUMBER: _ClassVar[int]
     used_slots: int
     used_kv_blocks: int
     queued_prompt_tokens: int
@@ -91,7 +95,11 @@ class NodeLoad(_message.Message):
     kv_reads: KvReads
     leases: int
     cached_tokens: int
-    def __init__(self, used_slots: _Optional[int] = ..., used_kv_blocks: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., kv_reads: _Optional[_Union[KvReads, _Mapping]] = ..., leases: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    rows: int
+    used_rows: int
+    step_seconds: float
+    timed_steps: int
+    def __init__(self, used_slots: _Optional[int] = ..., used_kv_blocks: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., kv_reads: _Optional[_Union[KvReads, _Mapping]] = ..., leases: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., used_rows: _Optional[int] = ..., step_seconds: _Optional[float] = ..., timed_steps: _Optional[int] = ...) -> None: ...
 
 class KvReads(_message.Message):
     __slots__ = ("count", "bytes", "seconds", "failed", "shared_tokens", "prompt_tokens")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -223,9 +223,12 @@ class RemoteLease:
     """The router's side of a lease on a decode node: reserving, held, then ended. Its rows go to
     `take_token`."""
 
-    __slots__ = ("_take_token", "ended", "first_row_at", "has_kv", "heard_at", "lease_id", "reserving")
+    __slots__ = (
+        *("_take_token", "ended", "first_row_at", "granted_at", "has_kv", "heard_at", "lease_id", "place", "reserving"),
+        "sample",
+    )
 
-    def __init__(self, take_token: TakeToken) -> None:
+    def __init__(self, take_token: TakeToken, sample: Any = None) -> None:
         loop = asyncio.get_running_loop()
         self.lease_id: int | None = None
         self.reserving: asyncio.Task[Any] | None = None
@@ -238,6 +241,11 @@ class RemoteLease:
         """Whether the node has read the sample's KV, so that the prefill node is not needed any more."""
         self.first_row_at: float | None = None
         """When the first row came, on the loop's clock; None before it."""
+        self.granted_at = 0.0
+        """When the node granted the lease, on the loop's clock."""
+        self.sample = sample
+        """What the lease is for. Only `router.slots` looks at it, and at the place that it gives the lease."""
+        self.place: int | None = None
         self._take_token = take_token
 
     def note_read(self, now: float) -> None:
@@ -298,6 +306,11 @@ class DecodeClient(NodeClient):
         self._on_lost = on_lost
         self._leases: dict[int, RemoteLease] = {}  # The leases that the node has granted to this client, by lease id.
         self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def leases(self) -> Collection[RemoteLease]:
+        """The leases that the node has granted to this client and that have not ended, oldest first."""
+        return self._leases.values()
 
     def drop(self, reason: str) -> None:
         super().drop(reason)
@@ -402,6 +415,7 @@ class DecodeClient(NodeClient):
             self._give_up(f"it has not answered a reservation for {timeout_s:g} s")
             raise
         lease.lease_id = response.lease_id
+        lease.granted_at = loop_time()
         self._leases[response.lease_id] = lease
 
     async def _release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:

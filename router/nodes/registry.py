@@ -262,6 +262,11 @@ class Registry:
         assert self.model is not None
         return self.model
 
+    @property
+    def decodes(self) -> Mapping[str, DecodeNode]:
+        """The live decode nodes, by id."""
+        return self._decodes
+
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
         now = self.clock.time()

@@ -233,6 +233,31 @@ def test_words_of_an_error_are_few(tokens: Any) -> None:
         assert len(grammar.trial(tokens, "json", json.dumps(schema, ensure_ascii=False))) < 400
 
 
+def test_a_token_that_leads_beyond_the_limits_ends_the_sample_with_a_finding(tokens: Any) -> None:
+    """The mask allows a digit; behind it, the matcher would have too many ways to go on."""
+    masks = load("decode_node.masks")
+    findings: dict[str, str] = {}
+    many = "start: " + " | ".join(f'"{k}"' for k in range(3000))
+    row = masks.RowGrammar(grammar.Matcher(tokens, "grammar", many), findings, 0.0)
+    (digit,) = tokens.tokenize_str("3")
+    assert digit in allowed(row._matcher)
+    assert not row.accept_tokens("a", [digit])
+    assert findings["a"].startswith("cannot be followed: ")
+
+
+@pytest.mark.parametrize("text", ["(a|b|ab)*" * 100 + "c", "[b-f]{3}"])
+def test_a_copy_reaches_its_limits_where_a_new_matcher_does(tokens: Any, text: str) -> None:
+    masks = np.zeros((2, VOCAB // 32), dtype=np.int32)
+    copy, new = grammar.Matcher(tokens, "regex", text).copy(), grammar.Matcher(tokens, "regex", text)
+    for _ in range(8):
+        copy.fill(masks, 0)
+        new.fill(masks, 1)
+        assert copy.finding == new.finding
+        assert (masks[0] == masks[1]).all()
+        token = int(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))[0])
+        assert copy.accept(token) == new.accept(token)
+
+
 def test_copies_of_a_matcher_go_their_own_ways(tokens: Any) -> None:
     first = grammar.Matcher(tokens, "regex", "[b-f]{3}")
     allowed(first)

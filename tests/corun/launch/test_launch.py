@@ -111,6 +111,7 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
         assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == Path("/proc/self/oom_score_adj").read_text()
     cluster.wait_for(r"^http: http://127\.0\.0\.1:\d+/v1$")
+    cluster.wait_for(r"^page: http://127\.0\.0\.1:\d+/$")
     wait_for(lambda: _version_at(cluster), "the gateway answers")
     log = cluster.logs / "decode-0.log"
     wait_for(lambda: "'--node-id', 'decode-0'" in log.read_text(), "the node says its arguments")
