@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corun.receipt import Receipt
-from corun.types import FinishReason, NodeRef
+from corun.types import Alternatives, FinishReason, NodeRef
 
 Prompt = str | Sequence[int]
 """A prompt: its text, or its token ids."""
@@ -37,6 +37,8 @@ class Chunk:
     token_texts: tuple[str, ...] = ()
     """The text that each token completes, which is often empty. Empty unless log probabilities were asked for. A
     token's text comes with the token, while `text` may be held back until later tokens arrive."""
+    top_logprobs: tuple[Alternatives, ...] = ()
+    """The likeliest tokens at the place of each token. Empty unless `SamplingParams.top_logprobs` asks for some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,8 @@ class Sample:
     token_texts: tuple[str, ...] = ()
     """The text that each token completes. Empty unless log probabilities were asked for. Joined, these texts are `text`
     followed by what a stop string cut off."""
+    top_logprobs: tuple[Alternatives, ...] = ()
+    """The likeliest tokens at the place of each token. Empty unless `SamplingParams.top_logprobs` asks for some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +179,7 @@ def _join(index: int, chunks: Sequence[Chunk]) -> Sample:
         finish_reason=last.finish_reason,
         receipt=last.receipt,
         token_texts=_with_rest([piece for chunk in chunks for piece in chunk.token_texts], text),
+        top_logprobs=tuple(tops for chunk in chunks for tops in chunk.top_logprobs),
     )
 
 

@@ -27,6 +27,8 @@ MAX_GRAMMAR_BYTES = 65_536
 """The most UTF-8 bytes of what constrains an output; a JSON schema is counted as it is written."""
 MAX_CHOICES = 1024
 MAX_SAMPLES = 256
+MAX_TOP_LOGPROBS = 20
+"""The most likeliest tokens beside each sampled one, as in OpenAI's API and vLLM."""
 MAX_CONTINUATIONS = 256
 MAX_SCORED_TOKENS = 131_072
 """The most tokens that one request may score, unless the model's length is more: its answer is one message, of about 14
@@ -39,7 +41,7 @@ MAX_NAME_LENGTH = 128
 _UINT32 = 2**32
 _INT31 = 2**31
 _PARAMS_TAG = b"corun.v1.params\0"
-_NOT_IN_DIGEST = frozenset({"logprobs", "n"})
+_NOT_IN_DIGEST = frozenset({"logprobs", "n", "top_logprobs"})
 CONSTRAINTS = ("json", "regex", "choice", "grammar")
 """The kinds of constraints on an output, by vLLM's names."""
 _ANY_OBJECT = '{"type":"object"}'
@@ -92,6 +94,9 @@ class SamplingParams:
     output that reaches `max_tokens` may be cut off. Log probabilities are those of all tokens, allowed or not.
 
     It is held as a pair: the kind in `CONSTRAINTS`, and its text; that of `choice` is a JSON list. Empty: none."""
+    top_logprobs: int = 0
+    """Return this many of the likeliest tokens at the place of each sampled token, with their log probabilities, at
+    most 20. It needs `logprobs`. They follow from the same logits, and neither receipts nor digests have them."""
 
     def __post_init__(self) -> None:
         for name, normalise in _NORMALISERS.items():
@@ -99,6 +104,8 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             limit = f"must be at most max_tokens, {self.max_tokens}"
             raise InvalidArgumentError("sampling_params.min_tokens", self.min_tokens, limit)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgumentError("sampling_params.top_logprobs", self.top_logprobs, "must be 0 without logprobs")
         for name in ("min_tokens", "ignore_eos") if self.structured_outputs else ():
             if value := getattr(self, name):  # A complete output could only go on with what the constraint forbids.
                 limit = f"must be {value and type(value)()} with structured_outputs, which say where the output ends"
@@ -146,7 +153,10 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "pro
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidArgumentError if `params` names a token outside the vocabulary."""
+    """Raise InvalidArgumentError if `params` names a token that the vocabulary lacks, or asks for more than it has."""
+    if params.top_logprobs > vocab_size:
+        limit = f"must be at most the vocabulary's size, {vocab_size}"
+        raise InvalidArgumentError("sampling_params.top_logprobs", params.top_logprobs, limit)
     for i, token_id in enumerate(params.stop_token_ids):
         _integer(f"sampling_params.stop_token_ids[{i}]", token_id, 0, vocab_size)
     for token_id in params.logit_bias_map:
@@ -383,4 +393,5 @@ _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _flag,
     "n": lambda f, v: _integer(f, v, 1, MAX_SAMPLES + 1, f"must be in [1, {MAX_SAMPLES}]"),
     "structured_outputs": _structured_outputs,
+    "top_logprobs": lambda f, v: _integer(f, v, 0, MAX_TOP_LOGPROBS + 1, f"must be in [0, {MAX_TOP_LOGPROBS}]"),
 }

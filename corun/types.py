@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import GenericAlias, NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from corun.errors import InvalidArgumentError
 
@@ -26,6 +26,20 @@ class FinishReason(enum.Enum):
     """The sample reached max_tokens."""
     ERROR = "error"
     """The run failed, and the sample must run again from its prompt. Only nodes and routers use this reason."""
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens at one place of an output, the likeliest first, the lower id first of equal ones."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """The fp32 log probability of each, under the raw logits. It has the bits that the token would get if it were
+    drawn."""
+    texts: tuple[str, ...] = ()
+    """The text of each token alone. Empty unless texts were asked for."""
+
+
+NO_ALTERNATIVES = Alternatives()
 
 
 class Priority(enum.Enum):

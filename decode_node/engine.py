@@ -21,14 +21,14 @@ from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
 from corun.node.certificate import Certificate, untested
-from corun.node.kv.handle import STAMPS_PARAM, owner, read_id
+from corun.node.kv.handle import STAMPS_PARAM, TOPS_PARAM, owner, read_id
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import decode_contract, model_contract
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
-from corun.types import FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
+from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
 from decode_node.grammar import Trials
 from decode_node.service import DecodeRequest, StepRow
 from decode_node.slots import smaller_than
@@ -155,6 +155,8 @@ class VllmDecodeEngine:
             "tp_size": handle.tp_size,
             STAMPS_PARAM: stamps(owners, request.prompt_token_ids, self.facts.block_size),
         }
+        if request.params.top_logprobs:
+            transfer[TOPS_PARAM] = request.params.top_logprobs
         sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
         await self._llm.engine_core.add_request_async(
             base.core_request(request.request_id, request.prompt_token_ids, sampling, request.share_key or None)
@@ -359,11 +361,21 @@ def _rows(outputs: Sequence[Any]) -> list[StepRow]:
             detail = output.stop_reason if invalid else detail
             rows += [StepRow(output.request_id, None, 0.0, finish, detail, invalid=invalid)] if finish else []
         elif math.isfinite(logprob := next(logprobs)):
-            rows.append(StepRow(output.request_id, output.new_token_ids[0], logprob, finish, detail))
+            tops = _tops(output.new_token_ids[3:])
+            rows.append(StepRow(output.request_id, output.new_token_ids[0], logprob, finish, detail, tops=tops))
         else:
             ended = FinishReason.ERROR, NOT_FINITE
             rows.append(StepRow(output.request_id, None, 0.0, *ended, not_finite=True))
     return rows
+
+
+def _tops(numbers: Sequence[int]) -> Alternatives:
+    """Return the alternatives of a row from their ids and as many bits of log probabilities."""
+    if not numbers:
+        return NO_ALTERNATIVES
+    count = len(numbers) // 2
+    values = struct.unpack(f"<{count}f", struct.pack(f"<{count}I", *numbers[count:]))
+    return Alternatives(tuple(numbers[:count]), values)
 
 
 def _end(reason: str) -> tuple[FinishReason, str]:

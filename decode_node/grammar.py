@@ -27,7 +27,7 @@ import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 
-from corun.errors import InvalidArgumentError, OverloadedError, Shown
+from corun.errors import InternalError, InvalidArgumentError, OverloadedError, Shown
 
 FIELD = "sampling_params.structured_outputs"
 LIMITS = llguidance.LLParserLimits(
@@ -51,6 +51,8 @@ TRIAL_BYTES = 64 * 2**20
 """The most memory that a trial may add to that of its process."""
 ANSWER_S = 20.0
 """The longest wait for a trial's answer, in which the process may have to start, too."""
+PROCESSES = 2
+"""The most constraints that are tried at once: one that takes all of its time holds up no other alone."""
 KNOWN = 1024
 """The number of last constraints whose trials are remembered."""
 TOO_MUCH = f"must take at most {TRIAL_S:g} s of processor time and {TRIAL_BYTES // 2**20} MiB to read"
@@ -97,7 +99,7 @@ class Matcher:
             masks[row] = -1
 
     def accept(self, token_id: int) -> bool:
-        """Go on behind a drawn token. Return False if it may not be drawn; `finding` says why if it is beyond a limit."""
+        """Go on behind a drawn token. Return False if it may not be drawn; `finding` says if it is beyond a limit."""
         if self.finding:
             return False
         if token_id in self._ends:
@@ -130,14 +132,16 @@ def _grammar(kind: str, text: str) -> str:
 
 
 class Trials:
-    """Tries constraints in another process, one at a time; this process is started for the first of them."""
+    """Tries constraints in other processes, a few at a time. A process is started when those before it are busy."""
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._path = path
-        self._arguments = (str(path), str(vocab_size), *map(str, eos_token_ids))
+        arguments = (str(path), str(vocab_size), *map(str, eos_token_ids))
         self._has_ends = bool(eos_token_ids)
-        self._turn = asyncio.Lock()
-        self._child: asyncio.subprocess.Process | None = None
+        self._children = [_Child(arguments) for _ in range(PROCESSES)]
+        self._idle = self._children[::-1]  # The last one is used next: the first of all, if it is idle.
+        self._turns = asyncio.Semaphore(PROCESSES)
+        self._asked: dict[tuple[str, str], asyncio.Future[str]] = {}  # The trials that run or wait.
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def check(self, kind: str, text: str) -> None:
@@ -146,56 +150,86 @@ class Trials:
         Raises:
             InvalidArgumentError: it cannot be read, allows no output, or is too large.
             OverloadedError: there was no answer in time. The node is as good as any: no fault of it is meant.
+            InternalError: the process for it does not start.
         """
         if not self._has_ends or not self._path.is_file():
             raise InvalidArgumentError(
                 FIELD, Shown(kind), "must be unset: the model has no end token or tokenizer.json"
             )
         if (finding := self._known.get((kind, text))) is None:
-            finding = await self._in_turn(kind, text)
+            finding = await self._shared(kind, text)
         if finding:
             raise InvalidArgumentError(f"{FIELD}.{kind}", Shown(f"{len(text)} characters"), finding)
 
     async def close(self) -> None:
-        """End the process."""
-        child, self._child = self._child, None
-        if child is not None and child.returncode is None:
-            child.kill()
-            await child.wait()
+        """End the trials and their processes."""
+        asked = tuple(self._asked.values())
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for child in self._children:
+            await child.close()
+
+    async def _shared(self, kind: str, text: str) -> str:
+        """Return the finding of a trial, one for all that ask for it meanwhile: the samples of a request come together.
+        It goes on if one of them leaves."""
+        asked = self._asked.get((kind, text))
+        if asked is None:
+            asked = self._asked[kind, text] = asyncio.ensure_future(self._in_turn(kind, text))
+            asked.add_done_callback(lambda ended: self._note(kind, text, ended))
+        return await asyncio.shield(asked)
+
+    def _note(self, kind: str, text: str, ended: asyncio.Future[str]) -> None:
+        del self._asked[kind, text]
+        if ended.cancelled() or ended.exception() or ended.result() == TOO_MUCH:
+            return  # A process at a limit may have ended for another reason.
+        self._known[kind, text] = ended.result()
+        if len(self._known) > KNOWN:
+            self._known.popitem(last=False)
 
     async def _in_turn(self, kind: str, text: str) -> str:
         """Try a constraint after those that came before. The wait for them takes nothing of its own time."""
         try:
-            await asyncio.wait_for(self._turn.acquire(), ANSWER_S)
+            await asyncio.wait_for(self._turns.acquire(), ANSWER_S)
         except asyncio.TimeoutError:
             reason = f"the constraint was not tried within {ANSWER_S:g} s, because others came first"
             raise OverloadedError(reason) from None
+        child = self._idle.pop()
         try:
-            if (known := self._known.get((kind, text))) is not None:  # The samples of a request come together.
-                return known
-            finding = await asyncio.wait_for(self._tried(kind, text), ANSWER_S)
+            return await asyncio.wait_for(child.tried(kind, text), ANSWER_S)
         except asyncio.TimeoutError:
             raise OverloadedError(f"the trial of the constraint was not over after {ANSWER_S:g} s") from None
         finally:
-            self._turn.release()
-        if finding != TOO_MUCH:  # Its process may have ended for another reason.
-            self._known[kind, text] = finding
-            if len(self._known) > KNOWN:
-                self._known.popitem(last=False)
-        return finding
+            self._idle.append(child)
+            self._turns.release()
 
-    async def _tried(self, kind: str, text: str) -> str:
+
+class _Child:
+    """One process that tries constraints. It is started for the first, and again after each that has ended it."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def tried(self, kind: str, text: str) -> str:
         """Return why a constraint is refused; empty if it is not. A process that ended at a limit may have used its
         memory up before, so only a new one's end says something of the constraint."""
         is_new = False
         while not is_new:
-            is_new = self._child is None
+            is_new = self._process is None
             try:
-                child = await self._started()
-                assert child.stdin is not None
-                assert child.stdout is not None
-                child.stdin.write(json.dumps([kind, text]).encode() + b"\n")
-                answer = await child.stdout.readline()
+                process = await self._started()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+                answer = await process.stdout.readline()
             except ConnectionError:
                 answer = b""
             except BaseException:  # A late answer would be taken for the next one's.
@@ -207,18 +241,18 @@ class Trials:
         return TOO_MUCH
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """Return the process once it has said that it is ready. Raises OverloadedError if it ends before."""
-        if self._child is None:
+        """Return the process once it has said that it is ready. Raises InternalError if it ends before."""
+        if self._process is None:
             pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-m", __name__, *self._arguments)
             # Where memory has run out, a backtrace takes seconds.
             quiet = {**os.environ, "RUST_BACKTRACE": "0"}
-            self._child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=quiet)
-            assert self._child.stdout is not None
-            if not await self._child.stdout.readline():
+            self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=quiet)
+            assert self._process.stdout is not None
+            if not await self._process.stdout.readline():
                 await self.close()
-                raise OverloadedError("constraints cannot be tried: the process for it ended, see the node's log")
-        return self._child
+                raise InternalError("constraints cannot be tried: the process for it ended, see the node's log")
+        return self._process
 
 
 def trial(tokens: llguidance.LLTokenizer, kind: str, text: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from corun.node.vllm.gpu_lock import DecodeTurn
@@ -198,7 +198,8 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
         """Add to each drawn token the bits of its log probability, and the number of requests that the step computed,
-        as two more integers of `new_token_ids`.
+        as two more integers of `new_token_ids`. Behind them come the alternatives, if the request asks for some: their
+        ids, and as many bits of log probabilities.
 
         That number is not the one of drawn tokens: a request that a stop has ended may be in the next step, too. The
         worker computes a log probability for every row (decode_node/worker.py: `as_tensors`), and vLLM carries them in
@@ -215,10 +216,13 @@ class FixedSlotScheduler(ReservingScheduler):
                     output.new_token_ids, output.stop_reason = [], finding
         drawn = [output for outputs in made.values() for output in outputs.outputs if output.new_token_ids]
         if drawn:
-            bits = model_runner_output.logprobs.logprobs[:, 0].view(np.uint32).tolist()
+            found = model_runner_output.logprobs
+            bits = found.logprobs[:, 0].view(np.uint32).tolist()
             row_of, live = model_runner_output.req_id_to_index, self.rows_of(scheduler_output)
             for output in drawn:
-                output.new_token_ids = [*output.new_token_ids, bits[row_of[output.request_id]], live]
+                row = row_of[output.request_id]
+                tops = alternatives_of(found, row) if found.logprob_token_ids.size else ()
+                output.new_token_ids = [*output.new_token_ids, bits[row], live, *tops]
         for request in self._read:
             told = made.setdefault(request.client_index, EngineCoreOutputs())
             told.outputs.append(EngineCoreOutput(request_id=request.request_id, new_token_ids=[]))
@@ -236,3 +240,11 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         raise RuntimeError(f"request {request.request_id} would be preempted, but its KV room was reserved")
+
+
+def alternatives_of(found: LogprobsLists, row: int) -> list[int]:
+    """Return the alternatives of one row of a step in which some row has any: ids, and bits of log probabilities."""
+    ids = found.logprob_token_ids[row]
+    count = int((ids >= 0).sum())  # A row's own alternatives come first (corun/node/vllm/logprobs.py).
+    bits = found.logprobs[row, 1 : 1 + count].view(np.uint32)
+    return [*ids[:count].tolist(), *bits.tolist()]

@@ -22,7 +22,17 @@ from corun.receipt import prompt_digest
 from corun.room import blocks_needed
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
-from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef, NodeRole
+from corun.types import (
+    NO_ALTERNATIVES,
+    Alternatives,
+    FinishReason,
+    KvHandle,
+    KvReads,
+    NixlEndpoint,
+    NodeLoad,
+    NodeRef,
+    NodeRole,
+)
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.metrics import DecodeMetrics
@@ -61,6 +71,8 @@ class StepRow(NamedTuple):
     """Whether the logits of the next token are not finite. The engine does not know yet that the request is over."""
     invalid: bool = False
     """Whether no token can follow under the request's own constraint, as `detail` says."""
+    tops: Alternatives = NO_ALTERNATIVES
+    """The likeliest tokens at this place, if the request asks for them."""
 
 
 class DecodeEngine(Protocol):
@@ -124,6 +136,10 @@ def _message(step: int, rows: Sequence[tuple[int, StepRow]], read: Sequence[int]
     drawn = [(lease_id, row.token_id, row.logprob) for lease_id, row in rows if row.token_id is not None]
     lease_ids, token_ids, logprobs = zip(*drawn, strict=True) if drawn else ((), (), ())
     message = pb.StreamStepsResponse(step=step, lease_ids=lease_ids, token_ids=token_ids, logprobs=logprobs, read=read)
+    with_tops = (row.tops for _, row in rows if row.token_id is not None)
+    for number, tops in enumerate(with_tops):
+        if tops.token_ids:
+            message.alternatives.add(row=number, token_ids=tops.token_ids, logprobs=tops.logprobs)
     for lease_id, row in rows:
         if row.finish is not None:
             message.ended.add(

@@ -27,8 +27,9 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
 
 from corun.node.certificate import VOID, Evidence
+from corun.node.kv.handle import TOPS_PARAM
 from corun.node.vllm import pin
-from corun.node.vllm.logprobs import log_probabilities
+from corun.node.vllm.logprobs import alternatives, log_probabilities
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
@@ -218,8 +219,12 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         processed[:live] = self.apply_logits_processors(processed[:live], sampling_metadata, False)
         tokens, sound = sample(processed, self._draws(logits.shape[0]))
         picked = log_probabilities(logits, tokens).masked_fill(~sound, torch.nan)[:live]
+        counts = [
+            top_logprobs(self._runner.requests[name].sampling_params) for name in self._runner.input_batch.req_ids
+        ]
+        tops = alternatives(logits, counts, log_probabilities) if any(counts) else None
         tokens = tokens[:live].to(torch.int32).unsqueeze(-1)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=as_tensors(picked))
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=as_tensors(picked, tops))
 
     def _draws(self, rows: int) -> list[Draw]:
         draws = []
@@ -231,11 +236,23 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         return draws + [IDLE] * (rows - len(draws))
 
 
-def as_tensors(logprobs: torch.Tensor) -> LogprobsTensors:
-    """Put [rows] log probabilities where vLLM's runners take them from. Nobody reads the tokens and ranks beside them,
-    so these are empty."""
-    nothing = logprobs.new_empty(0)
-    return LogprobsTensors(nothing, logprobs.unsqueeze(-1), nothing)
+def as_tensors(logprobs: torch.Tensor, tops: tuple[torch.Tensor, torch.Tensor] | None = None) -> LogprobsTensors:
+    """Put the [live] log probabilities of drawn tokens where vLLM's runners take them from.
+
+    tops: the rows' `alternatives`. Their log probabilities come behind that of the drawn token, and their ids in place
+    of vLLM's. None: no row asks for any, and the ids are empty. Nobody reads ranks.
+    """
+    nothing, drawn = logprobs.new_empty(0), logprobs.unsqueeze(-1)
+    if tops is None:
+        return LogprobsTensors(nothing, drawn, nothing)
+    tokens, values = (each[: len(drawn)] for each in tops)
+    return LogprobsTensors(tokens, torch.cat((drawn, values), dim=-1), nothing)
+
+
+def top_logprobs(params: SamplingParams) -> int:
+    """Return how many alternatives a request asks for beside each of its tokens."""
+    transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
+    return int(transfer.get(TOPS_PARAM, 0))
 
 
 def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
@@ -243,14 +260,16 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
 
     Log probabilities are computed here for every row, whatever the request asks for.
     """
-    from corun.node.vllm.logprob_kernels import draw_and_score  # noqa: PLC0415  # There may be no Triton without a GPU.
+    from corun.node.vllm import logprob_kernels as kernels  # noqa: PLC0415  # There may be no Triton without a GPU.
 
     sampler = runner.sampler
     changes = np.zeros(runner.max_num_reqs, dtype=bool)  # by the request's place in the runner's state
+    counts_of_tops = np.zeros(runner.max_num_reqs, dtype=np.int32)  # by the same place
     add_request = sampler.add_request
 
     def noted_request(place: int, prompt_length: int, params: Any) -> None:
         changes[place] = changes_logits(params)
+        counts_of_tops[place] = top_logprobs(params)
         add_request(place, prompt_length, params)
 
     def sample_fixed_rows(hidden: torch.Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Any, Any]:
@@ -267,10 +286,12 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
 
         logits = runner.model.compute_logits(hidden[at])
         is_changed = grammar_output is not None or bool(changes[places].any())
-        tokens, logprobs = draw_and_score(draw, logits, changes=is_changed)
+        tokens, logprobs = kernels.draw_and_score(draw, logits, changes=is_changed)
+        wanted = counts_of_tops[places]
+        tops = alternatives(logits, wanted.tolist(), kernels.log_probabilities) if wanted.any() else None
         ones, prompts = batch.seq_lens.new_ones(live), sampler.req_states.prefill_len.gpu
         counts = get_num_sampled_and_rejected(ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prompts)
-        return (SamplerOutputV2(tokens[:live].unsqueeze(-1), as_tensors(logprobs[:live]), None, *counts), *counts)
+        return (SamplerOutputV2(tokens[:live].unsqueeze(-1), as_tensors(logprobs[:live], tops), None, *counts), *counts)
 
     sampler.add_request = noted_request
     sampler.returns_logprobs = lambda places: False  # Otherwise vLLM would clone all logits.

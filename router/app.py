@@ -9,7 +9,7 @@ import logging
 import secrets
 
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from corun.config.fields import RouterConfig, is_loopback
 from corun.observe.endpoints import Observation
@@ -28,6 +28,7 @@ from router.metrics import RouterMetrics
 from router.nodes.preparation import spawn
 from router.nodes.registry import Registry
 from router.queue import SampleQueue
+from router.reflection import BoundedReflection
 from router.request import RequestRunner
 from router.sample import SampleRunner
 from router.score import ScoreRunner
@@ -178,7 +179,7 @@ class Router:
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
         self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, nodes)
         if self._config.reflection:
-            self.server.add(reflection.enable_server_reflection, OF_CLIENTS)
+            self.server.add(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, BoundedReflection(OF_CLIENTS))
 
 
 def _process_id(router_id: str) -> str:

@@ -55,6 +55,8 @@ class Responses(Source):
         self._outbox = running.outbox
         self._request_id = sample.request_id
         self._with_logprobs = sample.params.logprobs
+        # Alternatives get their texts when they are sent, each of which a tokenizer finds once.
+        self._texts_alone = running.tokenizer.texts_alone if sample.token_texts else None
         self._first = prompt, fingerprint
         self._call_number = call_number
         self._num_samples = running.num_samples
@@ -105,7 +107,11 @@ class Responses(Source):
         logprobs = piece.logprobs if self._with_logprobs else ()
         first, self._first = self._first, ((), "")
         texts = piece.token_texts or ()
-        return codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
+        codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
+        for tops in piece.tops or ():
+            of_tops = self._texts_alone(tops.token_ids) if self._texts_alone else ()
+            codec.add_alternatives(message, tops._replace(texts=of_tops))
+        return message
 
 
 class OutputStream(Source):

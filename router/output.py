@@ -14,11 +14,13 @@ from corun.config.fields import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
 from corun.params import SamplingParams
 from corun.receipt import Receipt, records_digest, records_tokens_digest
-from corun.types import FinishReason, ResumePoint
+from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, ResumePoint
 from router.text import Detokenizer, StopMatcher
 
 RECORD = struct.Struct("<If")
 """The binary record of a token: its id and the bits of its log probability, as in `corun.receipt.OutputDigest`."""
+TOPS_OF_A_TOKEN = 4
+"""How many alternatives take as much room in an outbox as a token."""
 _pack = RECORD.pack
 _RECORD_SIZE = RECORD.size
 
@@ -27,7 +29,7 @@ class Piece:
     """New output of one sample. Output that arrives while a piece waits to be sent is added to that piece. The class is
     plain because most tokens get a piece of their own."""
 
-    __slots__ = ("logprobs", "receipt", "sample_index", "seed", "text", "token_ids", "token_texts")
+    __slots__ = ("logprobs", "receipt", "sample_index", "seed", "text", "token_ids", "token_texts", "tops")
 
     def __init__(self, sample_index: int, seed: int) -> None:
         self.sample_index = sample_index
@@ -39,6 +41,8 @@ class Piece:
         """The sample's receipt; set only in its last piece."""
         self.token_texts: list[str] | None = None
         """The text of each token, one per token id, if the client wants them; otherwise None."""
+        self.tops: list[Alternatives] | None = None
+        """The alternatives of each token, one per token id, if the client wants them; otherwise None."""
 
 
 class Outbox:
@@ -62,8 +66,17 @@ class Outbox:
             found = self._pending[sample_index] = Piece(sample_index, seed)
         return found
 
-    def add(self, piece: Piece, token_id: int, logprob: float, text: str = "", token_text: str | None = None) -> None:
-        """Add a token and new text to a piece. token_text: the token's own text, if the client wants it."""
+    def add(
+        self,
+        piece: Piece,
+        token_id: int,
+        logprob: float,
+        text: str = "",
+        token_text: str | None = None,
+        tops: Alternatives = NO_ALTERNATIVES,
+    ) -> None:
+        """Add a token and new text to a piece. token_text: the token's own text, if the client wants it. tops: the
+        token's alternatives, if the client wants them. Four of them count as one more token that waits."""
         piece.token_ids.append(token_id)
         piece.logprobs.append(logprob)
         if token_text is not None:
@@ -71,6 +84,10 @@ class Outbox:
             piece.token_texts.append(token_text)
         if text:
             piece.text += text
+        if tops.token_ids:
+            piece.tops = piece.tops or []
+            piece.tops.append(tops)
+            self._num_tokens += -(-len(tops.token_ids) // TOPS_OF_A_TOKEN)
         self._num_tokens += 1
         if self._num_tokens > self._max_tokens and self.error is None:
             waiting = f"{self._max_tokens} tokens wait for the client, as many as may"
@@ -115,8 +132,9 @@ class Output:
         """The number of tokens of the sample so far, over all its runs."""
         return len(self.records) // _RECORD_SIZE
 
-    def take(self, token_id: int, logprob: float) -> bool:
-        """Take the run's next token. Return True if the sample ends with it."""
+    def take(self, token_id: int, logprob: float, tops: Alternatives = NO_ALTERNATIVES) -> bool:
+        """Take the run's next token. Return True if the sample ends with it. tops: its alternatives, of which no digest
+        knows."""
         self.position += 1
         self.records += _pack(token_id, logprob)
         return False
@@ -174,7 +192,7 @@ class SampleOutput(Output):
         """Begin a new run at the first token. The tokens of earlier runs must come again, bit by bit."""
         self.position = 0
 
-    def take(self, token_id: int, logprob: float) -> bool:
+    def take(self, token_id: int, logprob: float, tops: Alternatives = NO_ALTERNATIVES) -> bool:
         record, records = _pack(token_id, logprob), self.records
         at = self.position * _RECORD_SIZE
         self.position += 1
@@ -188,16 +206,16 @@ class SampleOutput(Output):
         if self._has_stops:
             text = self._stops.push(text, armed=self._is_armed)
         if self._resumes:
-            return self._take_resumed(token_id, logprob, text, own)
-        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text, own)
+            return self._take_resumed(token_id, logprob, text, own, tops)
+        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text, own, tops)
         return self._stops.matched
 
-    def _take_resumed(self, token_id: int, logprob: float, text: str, own: str | None) -> bool:
+    def _take_resumed(self, token_id: int, logprob: float, text: str, own: str | None, tops: Alternatives) -> bool:
         """Finish `take` for a resumed sample, whose first tokens or text the client already has."""
         self._unsent += text
         if self.num_tokens > self._num_received:
             piece = self._outbox.piece(self._sample_index, self._seed)
-            self._outbox.add(piece, token_id, logprob, self._new_text(), own)
+            self._outbox.add(piece, token_id, logprob, self._new_text(), own, tops)
         elif self.num_tokens == self._num_received:
             self._check_received()
         return self._stops.matched or self.mismatch is not None

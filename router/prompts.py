@@ -104,10 +104,16 @@ class PromptEncoder:
             raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), "must have at least one token")
         return ids
 
-    async def read(self, work: Callable[[], T], num_tokens: int, deadline: float, client: str) -> T:
-        """Return what `work` makes of so many tokens. It waits among the texts; errors as in `encode`."""
+    async def read(
+        self, work: Callable[[], T], num_tokens: int, deadline: float, client: str, *, is_due: bool = False
+    ) -> T:
+        """Return what `work` makes of so many tokens. It waits among the texts; errors as in `encode`.
+
+        is_due: whether the tokens are what a finished request gets. It is never refused, but counts for what comes
+        after it; the number of such requests is bounded elsewhere.
+        """
         size = TOKEN_ID_BYTES * num_tokens
-        return await self._lane(size).run(work, size, deadline, client)
+        return await self._lane(size).run(work, size, deadline, client, is_due=is_due)
 
     def _lane(self, size: int) -> _Lane:
         return self._long if size > LONG else self._other
@@ -126,10 +132,10 @@ class _Lane:
         self._turns: dict[str, asyncio.Lock] = {}  # Each lets one text of a client at a time wait for the lane.
         self._waiting: Counter[str] = Counter()  # The bytes of the waiting texts, by client.
 
-    async def run(self, work: Callable[[], T], size: int, deadline: float, client: str) -> T:
+    async def run(self, work: Callable[[], T], size: int, deadline: float, client: str, *, is_due: bool = False) -> T:
         of_client = (self._waiting[client], MAX_WAITING_OF_CLIENT)
         for waiting, most in ((self._waiting.total(), MAX_WAITING), of_client):
-            if waiting + size > most:
+            if waiting + size > most and not is_due:
                 raise OverloadedError(f"{waiting} bytes of text wait to be tokenized, of at most {most}")
         self._waiting[client] += size
         encoding = asyncio.ensure_future(self._in_turn(work, client))

@@ -44,6 +44,7 @@ from router.placement import beginnings_of
 from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
 from router.sample import SampleRun, SampleRunner
+from router.text import Tokenizer
 
 T = TypeVar("T")
 SEED_KEY_BYTES = 32
@@ -76,9 +77,11 @@ class Request:
 class RunningRequest:
     """The running samples of one request. The caller must close it in every case."""
 
-    def __init__(self, tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
+    def __init__(self, tasks: Sequence[asyncio.Task[None]], outbox: Outbox, tokenizer: Tokenizer) -> None:
         self._tasks = tasks
         self.outbox = outbox
+        self.tokenizer = tokenizer
+        """The tokenizer of the model that runs."""
 
     @property
     def num_samples(self) -> int:
@@ -227,12 +230,15 @@ class RequestRunner:
         ids = check_token_ids(token_ids, model.vocab_size, "token_ids")
         return await self.read(partial(model.tokenizer.decode, ids, special=True), len(ids), deadline, caller)
 
-    async def read(self, work: Callable[[], T], num_tokens: int, deadline: float, caller: Caller) -> T:
+    async def read(
+        self, work: Callable[[], T], num_tokens: int, deadline: float, caller: Caller, *, is_due: bool = False
+    ) -> T:
         """Return what `work` makes of so many tokens with a tokenizer, in one of few threads, where callers take turns.
+        is_due: as in `PromptEncoder.read`.
 
         Raises OverloadedError if too much waits there, DeadlineError.
         """
-        return await self._texts.read(work, num_tokens, deadline, caller.name)
+        return await self._texts.read(work, num_tokens, deadline, caller.name, is_due=is_due)
 
     async def is_text_of(
         self, text: str, prompt: tuple[int, ...], model: Model, deadline: float, caller: Caller
@@ -253,7 +259,7 @@ class RequestRunner:
             # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
             tasks.append(task)
-        running = RunningRequest(tasks, outbox)
+        running = RunningRequest(tasks, outbox, self._registry.model.tokenizer)
         outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
         return running
 

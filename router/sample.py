@@ -17,7 +17,6 @@ from corun.config.fields import RouterConfig
 from corun.errors import (
     CorunError,
     DataLossError,
-    DeadlineError,
     InvalidArgumentError,
     OverloadedError,
     Shown,
@@ -25,9 +24,10 @@ from corun.errors import (
 )
 from corun.observe.tracing import Span
 from corun.receipt import Receipt
-from corun.types import FinishReason, NodeRef
+from corun.types import FinishReason
 from router.attempt import Attempt, NodeFaultError, SampleTask, receipt_of
 from router.clock import loop_time
+from router.faults import NOT_FINITE_ATTEMPTS, Faults
 from router.metrics import RouterMetrics
 from router.nodes.node import Placement
 from router.nodes.node_client import is_not_finite
@@ -35,11 +35,6 @@ from router.nodes.registry import Registry
 from router.output import SampleOutput
 from router.queue import QueueEntry, SampleQueue
 
-CLOCK_SLACK_S = 0.1
-"""By how much gRPC's clock may be ahead of the loop's."""
-NOT_FINITE_ATTEMPTS = 2
-"""The number of attempts without finite logits after which the request is at fault. A single one may have been on a
-broken node."""
 log = logging.getLogger(__name__)
 
 
@@ -77,13 +72,9 @@ class SampleRun:
         self._first_token_at: float | None = None
         self._kept_kv = ExitStack()
         """Releases the KV that an attempt left unread for the next one."""
-        self._num_failed = 0
-        """The number of attempts that a fault ended, including excused ones."""
         self._reached: list[tuple[int, Placement]] = []
         """The attempts that have ended: the tokens that the sample had then, and where it ran."""
-        self._faults: list[NodeRef] = []
-        """The nodes that failed attempts, without excused ones."""
-        self._losses = 0
+        self._faults = Faults(str(task), task.deadline, runner.registry, runner.config, runner.metrics)
         self._not_finite: list[tuple[int, Placement]] = []
         """The attempts without finite logits, as in `_reached`."""
 
@@ -100,7 +91,7 @@ class SampleRun:
         reason: FinishReason | None = None
         with self._kept_kv:
             while reason is None:
-                with task.span.child("attempt", task.facts | {"corun.attempt": self._num_failed + 1}) as span:
+                with task.span.child("attempt", task.facts | {"corun.attempt": self._faults.num_failed + 1}) as span:
                     placement = await self._place(span)
                     more_follow = self._runner.queue.more_follow(placement.need.kv_key)
                     attempt = Attempt(task, placement, output, self._runner.config, span, more_follow=more_follow)
@@ -113,7 +104,7 @@ class SampleRun:
                         span.note({"gen_ai.response.finish_reasons": (reason.value,)})
                 if reason is None:  # mypy does not know that `_account_for` ends some errors.
                     output.restart()  # type: ignore[unreachable]
-                    self._runner.queue.again(self._entry, ran=self._num_failed > 0)
+                    self._runner.queue.again(self._entry, ran=self._faults.num_failed > 0)
             return self._finish(reason)
 
     async def _place(self, span: Span) -> Placement:
@@ -165,37 +156,15 @@ class SampleRun:
         return max(0, self._output.num_tokens - (received.num_tokens if received else 0))
 
     def _note_fault(self, fault: NodeFaultError, attempt: Attempt, still_s: float) -> None:
-        """Tell the registry of a node fault, and prepare the next attempt. Raises the error that ends the sample if
-        there is no next attempt.
-
-        still_s: for how many seconds this router itself stood still in the attempt. Nodes end the streams and leases of
-            a router that is silent for too long. The failed attempt is then not their fault, and it is no reason to
-            give the request up before its deadline. Each such attempt takes so long that even a request that kills
-            nodes kills only a few.
-
-        A node that was told to end does not fail an attempt either: it ends once, whatever it is asked.
-        """
-        task, runner = self._task, self._runner
-        slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
-        if loop_time() >= task.deadline - slack_s:  # Else short deadlines could keep the node from work.
-            log.info("an attempt of %s ended: %s", task, fault)
-            raise DeadlineError(f"the deadline passed in an attempt of {task}") from fault
-        log.warning("an attempt of %s failed: %s", task, fault)
+        """Take a node fault into account (`Faults.note`), and prepare the next attempt. Raises the error that ends the
+        sample if there is no next attempt."""
+        self._faults.check_deadline(fault)
         attempt.span.fail(fault)
-        runner.metrics.sample_retries.labels("lost" if fault.is_loss else "fault").inc()
-        self._num_failed += 1
-        if still_s > runner.config.heartbeat_timeout_ms / 1000:
-            log.warning("it does not count: this router stood still for %.1f s in it", still_s)
-        elif fault.is_planned:
-            log.info("it does not count: %s was told to end", fault.node.info.ref)
-        else:
-            self._faults.append(fault.node.info.ref)
-            self._losses += fault.is_loss
+        self._faults.note(fault, still_s)
         if is_not_finite(fault.error):
             self._not_finite.append((self._output.num_tokens, attempt.placement))
-        runner.registry.note_fault(fault.node, fault.error)
         if error := self._final_error():
-            log.error("%s: %s", task, error)
+            log.error("%s: %s", self._task, error)
             raise error from fault
         shares = not fault.doubts_kv(self._output.position)
         self._entry.need = self._entry.need.again(fault.node.node_id, shares=shares)
@@ -206,15 +175,15 @@ class SampleRun:
         The error names the nodes. It also blames the request, if nodes are lost wherever it runs, or if two attempts
         had no finite logits to draw from: clients then do not send it again as it is.
         """
-        task, max_attempts, runs = self._task, self._runner.config.max_attempts, len(self._faults)
-        nodes = ", ".join(map(str, self._faults))
+        task, max_attempts, nodes = self._task, self._runner.config.max_attempts, self._faults
+        runs = len(nodes.nodes)
         if len(self._not_finite) >= min(NOT_FINITE_ATTEMPTS, max_attempts):
             position, _ = self._not_finite[-1]
             limit = f"has logits that are not finite at output token {position} with these parameters ({nodes})"
             return InvalidArgumentError("prompt", Shown(f"{len(task.prompt_token_ids)} tokens"), limit)
         if runs < max_attempts:
             return None
-        if self._losses == runs:
+        if nodes.losses == runs:
             return UnavailableError(
                 f"request {task.request_id!r} may be poison: {runs} runs of its sample {task.index} "
                 f"ended with a lost node ({nodes})"

@@ -25,6 +25,7 @@ from corun.rpc.auth import ANYONE, Caller
 from corun.types import NodeRef, Priority, TokenScores
 from router.attempt import NodeFaultError, faults_of
 from router.clock import loop_time
+from router.faults import NOT_FINITE_ATTEMPTS, Faults
 from router.metrics import RouterMetrics
 from router.nodes.node import PrefillNode
 from router.nodes.registry import Registry
@@ -32,7 +33,6 @@ from router.placement import Need, beginnings_of
 from router.prompts import Model
 from router.queue import QueueEntry, SampleQueue
 from router.request import RequestRunner, check_priority
-from router.sample import CLOCK_SLACK_S, NOT_FINITE_ATTEMPTS
 from router.text import Tokenizer
 
 TOKENS_BEFORE = 16
@@ -140,7 +140,8 @@ class ScoreRunner:
         if not request.token_texts:
             return found
         count = len(prompt) + 2 * sum(map(len, continuations))
-        return await self._requests.read(partial(_with_texts, found, model.tokenizer), count, deadline, request.caller)
+        texts = partial(_with_texts, found, model.tokenizer)
+        return await self._requests.read(texts, count, deadline, request.caller, is_due=True)
 
     async def _all(self, tasks: Sequence[ScoreTask], entries: Sequence[QueueEntry]) -> list[Score]:
         """Run all continuations. The first error ends the others, and so does the end of the call."""
@@ -192,8 +193,7 @@ class ScoreRun:
         self._runner = runner
         self._task = task
         self._entry = entry
-        self._faults: list[NodeRef] = []
-        """The nodes that failed attempts, without excused ones."""
+        self._faults = Faults(task.name, task.deadline, runner.registry, runner.config, runner.metrics)
         self._not_finite: list[NodeRef] = []
         """The nodes whose logits were not finite."""
 
@@ -229,7 +229,7 @@ class ScoreRun:
                 len(self._task.continuation),
                 min(left, self._runner.config.prefill_timeout_s),
                 span.metadata,
-                share_scope="" if self._faults or self._not_finite else self._task.share_scope,
+                share_scope="" if self._faults.nodes or self._not_finite else self._task.share_scope,
             )
         if not all(map(math.isfinite, (*found.logprobs, *found.top_logprobs))):
             self._not_finite.append(node.info.ref)
@@ -237,23 +237,16 @@ class ScoreRun:
         return found
 
     def _note_fault(self, fault: NodeFaultError, still_s: float) -> None:
-        """Tell the registry of a node fault, and prepare the next attempt. Raises the error that ends the score if
-        there is no next attempt. Faults are excused as those of samples are (`router.sample`)."""
-        runner = self._runner
-        slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
-        if loop_time() >= self._task.deadline - slack_s:
-            raise DeadlineError(f"the deadline passed while {self._task.name} was computed") from fault
-        log.warning("an attempt of %s failed: %s", self._task.name, fault)
-        runner.metrics.sample_retries.labels("lost" if fault.is_loss else "fault").inc()
-        if still_s <= runner.config.heartbeat_timeout_ms / 1000 and not fault.is_planned:
-            self._faults.append(fault.node.info.ref)
-        runner.registry.note_fault(fault.node, fault.error)
-        nodes = ", ".join(map(str, self._faults))
-        if len(self._not_finite) >= min(NOT_FINITE_ATTEMPTS, runner.config.max_attempts):
+        """Take a node fault into account (`Faults.note`), and prepare the next attempt. Raises the error that ends the
+        score if there is no next attempt."""
+        self._faults.check_deadline(fault)
+        self._faults.note(fault, still_s)
+        nodes, max_attempts, name = self._faults, self._runner.config.max_attempts, self._task.name
+        if len(self._not_finite) >= min(NOT_FINITE_ATTEMPTS, max_attempts):
             found = Shown(f"{self._task.num_tokens} tokens")
             raise InvalidArgumentError("continuations", found, f"has logits that are not finite ({nodes})") from fault
-        if len(self._faults) >= runner.config.max_attempts:
-            raise UnavailableError(f"nodes failed {len(self._faults)} runs of {self._task.name} ({nodes})") from fault
+        if len(nodes.nodes) >= max_attempts:
+            raise UnavailableError(f"nodes failed {len(nodes.nodes)} runs of {name} ({nodes})") from fault
         self._entry.need = self._entry.need.again(fault.node.node_id)
 
     def _finish(self, node: PrefillNode, found: TokenScores) -> Score:

@@ -45,6 +45,7 @@ class Tokenizer:
         self.max_token_bytes = self._max_token_bytes()
         """The most UTF-8 bytes of a prompt that one token may stand for."""
         self._token_bytes: dict[int, bytes] = {}
+        self._texts_alone: dict[int, str] = {}
 
     @classmethod
     def load(cls, model_dir: str) -> Tokenizer:
@@ -92,9 +93,12 @@ class Tokenizer:
         return tuple(found)
 
     def texts_alone(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text that each token has alone. Other threads can run between any two tokens: one call for many
-        short lists holds the GIL while it reads them."""
-        texts = {each: self._tokenizer.decode([each], skip_special_tokens=False) for each in set(token_ids)}
+        """Return the text that each token has alone. It is found once for each token. Other threads can run between any
+        two tokens: one call for many short lists holds the GIL while it reads them."""
+        texts = self._texts_alone
+        for each in token_ids:
+            if each not in texts:
+                texts[each] = self._tokenizer.decode([each], skip_special_tokens=False)
         return tuple(map(texts.__getitem__, token_ids))
 
     def detokenizer(self) -> Detokenizer:

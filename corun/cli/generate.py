@@ -11,6 +11,7 @@ from corun.cli.options import OptionalInt, PriorityName, RouterOptions, Sampling
 from corun.completion import Assembler, Chunk, Generation, Prompt
 from corun.errors import InvalidArgumentError
 from corun.records.rows import result_row, short_fp32, to_line
+from corun.types import Alternatives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ def receipts(done: Generation) -> str:
             "seed": str(sample.seed),
             "finish reason": f"{sample.finish_reason.value}, {len(sample.token_ids)} tokens",
             "logprobs": " ".join(map(str, map(short_fp32, sample.logprobs))),
+            "top logprobs": "; ".join(map(_shown, sample.top_logprobs)),
             "request id": receipt.request_id,
             "fingerprint": receipt.fingerprint,
             "prompt digest": receipt.prompt_digest,
@@ -110,3 +112,9 @@ def receipts(done: Generation) -> str:
         }
         parts.append("\n".join(f"{name:<14} {value}" for name, value in lines.items() if value))
     return "\n\n".join(parts)
+
+
+def _shown(tops: Alternatives) -> str:
+    """Return the alternatives of one token: ids with their log probabilities."""
+    pairs = zip(tops.token_ids, map(short_fp32, tops.logprobs), strict=True)
+    return ", ".join(f"{token_id} {logprob}" for token_id, logprob in pairs)

@@ -16,7 +16,15 @@ from corun.completion import Generation, Sample
 from corun.config.extras import needs_extra
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.receipt import Receipt
-from corun.records.rows import PromptRow, drop_torn_line, located, read_finished, result_row, to_line
+from corun.records.rows import (
+    PromptRow,
+    drop_torn_line,
+    located,
+    read_finished,
+    result_row,
+    to_line,
+    tops_from_dict,
+)
 from corun.records.verification import cases_from_row
 from corun.types import FinishReason
 
@@ -194,6 +202,7 @@ def _sample(index: int, values: dict[str, Any]) -> Sample:
         logprobs=tuple(array("f", values["logprobs"])),  # The file has the shortest text of each fp32 value.
         finish_reason=FinishReason(values["finish_reason"]),
         receipt=Receipt.from_dict(values["receipt"]),
+        top_logprobs=tuple(map(tops_from_dict, values.get("top_logprobs", ()))),
     )
 
 

@@ -182,6 +182,7 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         prompt_token_ids=tuple(response.prompt_token_ids),
         fingerprint=response.fingerprint,
         token_texts=tuple(response.token_texts),
+        top_logprobs=codec.alternatives_from_proto(response),
     )
 
 
@@ -208,8 +209,10 @@ def checked_scores(request: pb.ScoreRequest, response: pb.ScoreResponse) -> Scor
 class _Received:
     """The part of one sample that a client has received."""
 
-    def __init__(self, index: int, params_digest: str, *, with_token_texts: bool) -> None:
+    def __init__(self, index: int, params_digest: str, *, with_token_texts: bool, top_logprobs: int = 0) -> None:
+        """Begin with nothing. top_logprobs: how many alternatives the caller wants beside each token."""
         self.done = False
+        self._top_logprobs = top_logprobs
         self._params_digest = params_digest
         self._index = index
         self._name = f"sample {index}"
@@ -246,6 +249,7 @@ class _Received:
             raise DataLossError(f"{self._name} came with {len(chunk.logprobs)} log probabilities for {count} tokens")
         if self._with_token_texts and len(chunk.token_texts) != count:
             raise DataLossError(f"{self._name} came with {len(chunk.token_texts)} texts for {count} tokens")
+        self._check_alternatives(chunk)
         self._seed = chunk.seed
         self._text_bytes += len(chunk.text.encode())
         for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
@@ -253,6 +257,22 @@ class _Received:
         if chunk.receipt is not None:
             self._check(chunk, chunk.receipt, prompt)
             self.done = True
+
+    def _check_alternatives(self, chunk: Chunk) -> None:
+        """Raise DataLossError unless each token has its alternatives: a router or node of an older version sends none.
+        A token that is among them has its own log probability there."""
+        most = self._top_logprobs
+        if not most:
+            return
+        if len(chunk.top_logprobs) != len(chunk.token_ids):
+            found = f"{len(chunk.top_logprobs)} times top_logprobs for {len(chunk.token_ids)} tokens"
+            raise DataLossError(f"{self._name} came with {found}")
+        for token_id, logprob, tops in zip(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, strict=True):
+            counts = {len(tops.token_ids), len(tops.logprobs), len(tops.texts)}
+            if len(counts) != 1 or not 1 <= len(tops.token_ids) <= most:
+                raise DataLossError(f"{self._name} came with {len(tops.token_ids)} top_logprobs of {most} for a token")
+            if dict(zip(tops.token_ids, tops.logprobs, strict=True)).get(token_id, logprob) != logprob:
+                raise DataLossError(f"{self._name} came with two log probabilities of token {token_id} at one place")
 
     def _check(self, chunk: Chunk, receipt: Receipt, prompt: str) -> None:
         facts: dict[str, tuple[object, object]] = {
@@ -284,7 +304,8 @@ class Resumption:
         self._logprobs = prepared.params.logprobs
         params = prepared.params
         digest = params.digest()
-        self._samples = [_Received(index, digest, with_token_texts=self._logprobs) for index in range(params.n)]
+        wanted: dict[str, Any] = {"with_token_texts": self._logprobs, "top_logprobs": params.top_logprobs}
+        self._samples = [_Received(index, digest, **wanted) for index in range(params.n)]
         self._prompt = tuple(prepared.token_ids)
         self._prompt_digest = prompt_digest(self._prompt)
         self._fingerprint = ""

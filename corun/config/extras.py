@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 
 from corun.errors import CorunError
 
@@ -24,6 +23,8 @@ DEFAULT_SLOTS = {"cpu": 8, "gpu": 256}
 
 def installed_engine() -> str:
     """Return the extra whose engine is installed here, cpu or gpu; empty if none is."""
+    from importlib import metadata  # noqa: PLC0415 - Loading it takes a tenth of `import corun`, which needs none of it.
+
     found = {one.name for one in metadata.distributions()}
     return next((extra for extra, name in ENGINES.items() if name in found), "")
 

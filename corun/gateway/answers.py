@@ -42,7 +42,11 @@ async def whole(
     async with aclosing(chunks_of(asked, client)) as chunks:
         async for index, chunk in chunks:
             found[index].add(chunk)
-    answer = shape.completion(begun, asked, [each.finish() for each in found])
+    generations = [each.finish() for each in found]
+    if asked.calls is None:
+        answer = shape.completion(begun, asked, generations)
+    else:  # Reading calls takes about a microsecond a character, and there may be many samples.
+        answer = await asyncio.to_thread(shape.completion, begun, asked, generations)
     return with_echoes(answer, asked, echoes) if echoes else answer
 
 

@@ -55,6 +55,7 @@ class Gateway:
         for path, handler in (
             ("/v1/completions", completions.post),
             ("/v1/chat/completions", completions.post_chat),
+            ("/v1/responses", completions.post_response),
             ("/tokenize", completions.tokenize),
             ("/detokenize", completions.detokenize),
             ("/playground/kill", playground.post_kill),

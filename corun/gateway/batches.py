@@ -141,10 +141,10 @@ class Answers:
         chat = chats.read_chat_request(sent, request_id=request.request_id)
         _check(chat.asked, model.name)
         template = self._template = self._template or await self._client.get_chat_template()
-        text = await asyncio.to_thread(chat.chat.render, template, model.max_prompt_bytes)
+        text, style = await asyncio.to_thread(chat.render, template, model.max_prompt_bytes)
         with naming("prompt", "messages", whole=True):
             prompt = (await self._client.tokenize(text, add_special_tokens=False)).token_ids
-        asked = chat.with_prompt(prompt, model.max_model_len, self._config.chat_max_tokens)
+        asked = chat.with_prompt(prompt, style, model.max_model_len, self._config.chat_max_tokens)
         return await whole(asked, self._client, CHAT, CHAT.head(asked, model.name))
 
     async def _served(self) -> ModelStatus:

@@ -6,24 +6,26 @@ What differs from a completion is here; what is common to both is in `responses`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from corun.completion import Chunk, Generation, Sample
+from corun.gateway import tools
 from corun.gateway.requests import CompletionRequest
 from corun.gateway.responses import (
-    LEAST_LOGPROB,
     Events,
     Sent,
     Shape,
     begin,
     dumped,
+    exact,
     names_of,
     own,
     quoted,
     usage,
     whole,
 )
+from corun.types import NO_ALTERNATIVES, Alternatives
 
 
 def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
@@ -34,13 +36,18 @@ def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
 def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
     """Return the whole response."""
     (generation,) = generations
-    choices = [_choice(asked, sample) for sample in generation.samples]
+    choices = [_choice(asked, generation.prompt_token_ids, sample) for sample in generation.samples]
     prompt = {"prompt_token_ids": list(generation.prompt_token_ids)} if asked.return_token_ids else {}
     return whole(head, choices, generations) | prompt
 
 
 class ChatEvents(Events):
     """The events of one streamed answer. Each choice begins with the role, before its first text."""
+
+    def __init__(self, head: dict[str, Any], asked: CompletionRequest) -> None:
+        super().__init__(head, asked)
+        calls = asked.calls
+        self._readers = [calls.reader() for _ in self._choices] if calls is not None else ()
 
     def _event(self, number: int, prompt: Sequence[int], choice: Sent, chunk: Chunk) -> str:
         if choice.begun:
@@ -52,7 +59,20 @@ class ChatEvents(Events):
         return role + super()._event(number, prompt, choice, chunk)
 
     def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
-        return f'"delta":{{"content":{quoted(chunk.text)}}}'
+        if self._asked.calls is None:
+            return f'"delta":{{"content":{quoted(chunk.text)}}}'
+        reader = self._readers[chunk.sample_index]
+        parts = [reader.push(chunk.text), *([reader.finish()] if chunk.receipt is not None else [])]
+        content = "".join(part.content for part in parts)
+        called = [each for part in parts for each in tools.deltas(part, self._prompts[prompt_index], chunk.seed)]
+        delta = ({"content": content} if content else {}) | ({"tool_calls": called} if called else {})
+        return f'"delta":{dumped(delta)}'
+
+    def _reason(self, chunk: Chunk) -> str:
+        reason = super()._reason(chunk)
+        if self._asked.calls is None or not reason:
+            return reason
+        return self._asked.calls.finish_reason(reason, self._readers[chunk.sample_index].num_calls)
 
     def _ids(self, choice: Sent, prompt: Sequence[int], chunk: Chunk) -> str:
         return f',"token_ids":[{",".join(map(str, chunk.token_ids))}]'
@@ -64,26 +84,30 @@ class ChatEvents(Events):
 CHAT = Shape(head=head, completion=completion, events=ChatEvents)
 
 
-def _choice(asked: CompletionRequest, sample: Sample) -> dict[str, Any]:
+def _choice(asked: CompletionRequest, prompt: Sequence[int], sample: Sample) -> dict[str, Any]:
     logprobs = None
     if asked.params.logprobs:
         logprobs = json.loads(_logprobs(sample, sample.token_texts, as_ids=asked.tokens_as_ids))
-    choice = {
-        "index": sample.index,
-        "message": {"role": "assistant", "content": sample.text},
-        "logprobs": logprobs,
-        "finish_reason": sample.finish_reason.value,
-    }
+    reason, said = sample.finish_reason.value, {"role": "assistant", "content": sample.text}
+    if asked.calls is not None:
+        said, num_calls = tools.message(sample.text, asked.calls, prompt, sample.seed)
+        reason = asked.calls.finish_reason(reason, num_calls)
+    choice = {"index": sample.index, "message": said, "logprobs": logprobs, "finish_reason": reason}
     ids = {"token_ids": list(sample.token_ids)} if asked.return_token_ids else {}
     return {**choice, **ids, "corun": own(sample)}
 
 
 def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> str:
-    """Return the log probabilities as JSON. Only the sampled tokens have one, so there are no `top_logprobs`."""
-    names = names_of(output, texts, as_ids=as_ids)
-    values = (repr(max(logprob, LEAST_LOGPROB)) for logprob in output.logprobs)  # repr keeps every fp32 bit.
+    """Return the log probabilities as JSON, with the alternatives of each token if there are any."""
+    tops = output.top_logprobs or [NO_ALTERNATIVES] * len(output.token_ids)
     entries = (
-        f'{{"token":{name},"logprob":{value},"bytes":{list(text.encode())},"top_logprobs":[]}}'
-        for name, value, text in zip(names, values, texts, strict=True)
+        f'{{{token},"top_logprobs":[{",".join(f"{{{other}}}" for other in _tokens(each, each.texts, as_ids=as_ids))}]}}'
+        for token, each in zip(_tokens(output, texts, as_ids=as_ids), tops, strict=True)
     )
     return f'{{"content":[{",".join(entries)}]}}'
+
+
+def _tokens(found: Chunk | Sample | Alternatives, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:
+    """Yield the fields of each token: its name, log probability and bytes."""
+    for name, logprob, text in zip(names_of(found, texts, as_ids=as_ids), found.logprobs, texts, strict=True):
+        yield f'"token":{name},"logprob":{exact(logprob)},"bytes":{list(text.encode())}'

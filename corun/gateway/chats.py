@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from corun.chat import OWN, ChatTemplate
 from corun.errors import InvalidArgumentError, Shown
@@ -20,13 +20,16 @@ from corun.gateway.requests import (
     CompletionRequest,
     Fixed,
     check_known,
+    count_of_tops,
     flag,
     read_common,
     read_json,
     read_params,
     text,
 )
+from corun.gateway.tools import Calls, ToolUse, check_tools, read_tool_use
 from corun.params import check_text, check_token_ids
+from corun.tool_calls import CallStyle
 from corun.types import TemplateSource
 
 _TEMPLATE = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
@@ -89,6 +92,14 @@ class Chat:
         return prompt
 
 
+class Rendered(NamedTuple):
+    """A chat as the template has rendered it."""
+
+    text: str
+    style: CallStyle | None
+    """How calls are written; None if none are to be read."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """A request for the answer to a chat."""
@@ -98,32 +109,58 @@ class ChatRequest:
     """The request without its prompt."""
     has_limit: bool
     """Whether the request limits the output tokens."""
+    use: ToolUse | None = None
+    """The tools that the answer may call; None: no calls are read."""
 
-    def with_prompt(self, prompt: Sequence[int], max_model_len: int, chat_max_tokens: int) -> CompletionRequest:
-        """Return the request for the prompt that the chat has become.
+    def render(self, source: TemplateSource, max_bytes: int) -> Rendered:
+        """Return the prompt, and how calls are written. Raises InvalidArgumentError as `Chat.render` does, and if the
+        template writes calls in no way that is read here."""
+        text = self.chat.render(source, max_bytes)
+        style = _compiled(source, max_bytes).call_style if self.use else None
+        if self.use and style is None:
+            limit = (
+                'must be null, or tool_choice "none": the model\'s chat template writes no tool calls, or not as JSON '
+                "between tags or alone, which is what is read here"
+            )
+            raise InvalidArgumentError("tools", Shown(f"{len(self.use.functions)} tools"), limit)
+        return Rendered(text, style)
+
+    def with_prompt(
+        self, prompt: Sequence[int], style: CallStyle | None, max_model_len: int, chat_max_tokens: int
+    ) -> CompletionRequest:
+        """Return the request for the prompt that the chat has become. style: how calls are written in its answer.
 
         chat_max_tokens: the output tokens of a chat that names no limit, if the model's length leaves so many.
         """
-        params = self.asked.params
+        asked, params = self.asked, self.asked.params
         if not self.has_limit:
             params = replace(params, max_tokens=min(chat_max_tokens, max_model_len - len(prompt)))
-        return replace(self.asked, prompts=(prompt,), params=params)
+        if self.use is None or style is None:
+            return replace(asked, prompts=(prompt,), params=params)
+        names = {**asked.names, "structured_outputs": "tools"} if self.use.is_forced else asked.names
+        with naming(SAMPLING + "structured_outputs", "tools"):
+            params = self.use.constrained(params, style)
+        return replace(asked, prompts=(prompt,), params=params, calls=Calls(use=self.use, style=style), names=names)
 
 
 def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequest:
     """Read a request for /v1/chat/completions. Errors and arguments are those of `read_request`."""
-    fields = read_json(body)
+    return chat_request(read_json(body), request_id=request_id)
+
+
+def chat_request(fields: Mapping[str, Any], *, request_id: str | None = None) -> ChatRequest:
+    """Return the request that these fields make."""
     check_known(fields, (*COMMON, *_OF_CHATS), _FIXED_OF_CHATS)
-    _check_tool_choice(fields)
     name, max_tokens = _max_tokens(fields)
     limit = _NO_LIMIT if max_tokens is None else max_tokens
     with naming(SAMPLING + "max_tokens", name):
-        params = read_params(fields, logprobs=_logprobs(fields), max_tokens=limit)
+        params = read_params(fields, **_logprobs(fields), max_tokens=limit)
     asked = read_common(fields, params, request_id)
     return ChatRequest(
         chat=_chat(fields),
         asked=replace(asked, names={**asked.names, "prompt": "messages", "max_tokens": name}),
         has_limit=max_tokens is not None,
+        use=read_tool_use(fields),
     )
 
 
@@ -161,6 +198,7 @@ def read_detokenize(body: bytes) -> tuple[str | None, tuple[int, ...]]:
 
 
 def _chat(fields: Mapping[str, Any]) -> Chat:
+    check_tools(fields.get("tools"))
     variables = fields.get("chat_template_kwargs")
     if variables is not None and not isinstance(variables, dict):
         raise InvalidArgumentError("chat_template_kwargs", variables, "must be an object of the template's variables")
@@ -169,25 +207,10 @@ def _chat(fields: Mapping[str, Any]) -> Chat:
             raise InvalidArgumentError(f"chat_template_kwargs.{name}", value, "must not be among them: it is not free")
     return Chat(
         messages=fields.get("messages", ()),
-        tools=_tools(fields.get("tools")),
+        tools=fields.get("tools") or None,
         add_generation_prompt=flag(fields, "add_generation_prompt", default=True),
         variables=variables or {},
     )
-
-
-def _tools(value: Any) -> Sequence[Mapping[str, Any]] | None:
-    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-        raise InvalidArgumentError("tools", value, "must be a list of objects")
-    return value or None
-
-
-def _check_tool_choice(fields: Mapping[str, Any]) -> None:
-    choice, tools = fields.get("tool_choice"), fields.get("tools")
-    if choice not in (None, "none"):
-        raise InvalidArgumentError("tool_choice", choice, 'must be "none": tool calls are not read out of the text')
-    if tools and choice is None:
-        limit = 'must be null, unless tool_choice is "none": tool calls are not read out of the text'
-        raise InvalidArgumentError("tools", tools, limit)
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> tuple[str, Any]:
@@ -200,8 +223,8 @@ def _max_tokens(fields: Mapping[str, Any]) -> tuple[str, Any]:
     return "max_completion_tokens", new
 
 
-def _logprobs(fields: Mapping[str, Any]) -> bool:
-    top = fields.get("top_logprobs")
-    if top is not None and (type(top) is not int or top != 0):
-        raise InvalidArgumentError("top_logprobs", top, "must be 0: only the sampled token's log probability is kept")
-    return flag(fields, "logprobs")
+def _logprobs(fields: Mapping[str, Any]) -> dict[str, Any]:
+    count, wanted = count_of_tops("top_logprobs", fields.get("top_logprobs")), flag(fields, "logprobs")
+    if count and not wanted:
+        raise InvalidArgumentError("top_logprobs", count, "must be 0 or null unless logprobs is true")
+    return {"logprobs": wanted, "top_logprobs": count}

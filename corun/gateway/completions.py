@@ -1,16 +1,17 @@
 """The requests that need tokens: read them, ask the cluster, and answer as a whole or as a stream.
 
-POST /v1/completions and /v1/chat/completions draw tokens, /tokenize and /detokenize only translate. A request lives as
-long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in the cluster and
-frees its slots. This module must not know routes, nor how clients are kept.
+POST /v1/completions, /v1/chat/completions and /v1/responses draw tokens, /tokenize and /detokenize only translate. A
+request lives as long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in the
+cluster and frees its slots. This module must not know routes, nor how clients are kept.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -20,18 +21,22 @@ from corun.gateway.activity import Prompts
 from corun.gateway.answers import Numbered, chunks_of, echoes_of, translated, whole
 from corun.gateway.bodies import Limits, Room, read_body
 from corun.gateway.chat_responses import CHAT
-from corun.gateway.chats import Chat, read_chat_request, read_detokenize, read_tokenize
+from corun.gateway.chats import Chat, ChatRequest, read_chat_request, read_detokenize, read_tokenize
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.echoes import Echo
 from corun.gateway.errors import naming
-from corun.gateway.failures import event_of, typed
+from corun.gateway.failures import typed
 from corun.gateway.renders import Renders
 from corun.gateway.requests import CompletionRequest, read_request
-from corun.gateway.responses import COMPLETION, DONE, Events, Shape, echoed
+from corun.gateway.response_items import shape
+from corun.gateway.response_requests import named, read_response_request
+from corun.gateway.responses import COMPLETION, Events, Shape, echoed
 from corun.gateway.streams import EventStream
 from corun.observe.trace_context import TRACEPARENT, read, within
-from corun.types import Tokens
+from corun.types import TemplateSource, Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +88,18 @@ class Completions:
             chat = read_chat_request(incoming.body, request_id=incoming.request_id)
             incoming.check_model(chat.asked.model)
             with self._clients.lease(incoming.token) as client:
-                prompt = (await self._tokens_of_chat(incoming, chat.chat, client)).token_ids
-                asked = chat.with_prompt(prompt, incoming.served.max_model_len, self._config.chat_max_tokens)
+                asked = await self._with_prompt(incoming, chat, client)
                 return await self._run(incoming, asked, client, CHAT)
+
+    async def post_response(self, request: web.Request) -> web.StreamResponse:
+        """Handle a request for the answer to a conversation of items."""
+        async with self._incoming(request) as incoming:
+            read = read_response_request(incoming.body, request_id=incoming.request_id)
+            incoming.check_model(read.chat.asked.model)
+            with self._clients.lease(incoming.token) as client:
+                with named():
+                    asked = await self._with_prompt(incoming, read.chat, client)
+                return await self._run(incoming, asked, client, shape(read.told))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """Answer with the tokens of a text or of a chat."""
@@ -94,7 +108,8 @@ class Completions:
             incoming.check_model(asked.model)
             with self._clients.lease(incoming.token) as client, self.activity.told():
                 if isinstance(asked.prompt, Chat):
-                    found = await self._tokens_of_chat(incoming, asked.prompt, client, asked.return_token_strs)
+                    text = await self._rendered(incoming, asked.prompt.render)
+                    found = await self._tokens_of_chat(text, client, asked.return_token_strs)
                 else:
                     found = await client.tokenize(
                         asked.prompt,
@@ -129,15 +144,23 @@ class Completions:
                 body = await read_body(request, limits, hold, self._config.client_timeout_s)
             yield _Incoming(request=request, token=token, served=served, body=body)
 
-    async def _tokens_of_chat(
-        self, incoming: _Incoming, chat: Chat, client: AsyncClient, with_spellings: bool = False
-    ) -> Tokens:
+    async def _with_prompt(self, incoming: _Incoming, chat: ChatRequest, client: AsyncClient) -> CompletionRequest:
+        """Return the request for the prompt that a chat becomes."""
         with self.activity.told():
-            template = await self._catalog.template(incoming.token)
-            render = functools.partial(chat.render, template, incoming.served.max_prompt_bytes)
-            text = await self.renders.run(incoming.token, render)
-            with naming("prompt", "messages", whole=True):
-                return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
+            text, style = await self._rendered(incoming, chat.render)
+            prompt = (await self._tokens_of_chat(text, client)).token_ids
+            return chat.with_prompt(prompt, style, incoming.served.max_model_len, self._config.chat_max_tokens)
+
+    async def _rendered(self, incoming: _Incoming, render: Callable[[TemplateSource, int], T]) -> T:
+        """Return what the model's template makes of a chat."""
+        template = await self._catalog.template(incoming.token)
+        return await self.renders.run(
+            incoming.token, functools.partial(render, template, incoming.served.max_prompt_bytes)
+        )
+
+    async def _tokens_of_chat(self, text: str, client: AsyncClient, with_spellings: bool = False) -> Tokens:
+        with naming("prompt", "messages", whole=True):
+            return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
 
     async def _run(
         self,
@@ -168,5 +191,5 @@ class Completions:
         except Exception as error:
             if not answer.begun:
                 raise  # Nothing was sent, so the error can have its own status.
-            last = event_of(typed(error))
-        return await answer.end(last + DONE)
+            last = events.failure(typed(error))
+        return await answer.end(last + events.done)

@@ -5,6 +5,7 @@ This module must not know what the request was, nor how an answer is sent: `coru
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,11 @@ def body_of(error: CorunError) -> dict[str, Any]:
         field = error.field.removeprefix(SAMPLING)
         found["error"] |= {"param": field, "value": shown(error.value), "limit": error.limit}
     return found
+
+
+def event_of(error: CorunError) -> str:
+    """Return an error as an event, for a stream that has begun."""
+    return f"data: {json.dumps(body_of(error))}\n\n"
 
 
 def body(status: int, kind: str, message: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ This module must not know what the request was.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
@@ -30,11 +29,6 @@ def response_of(error: CorunError) -> web.Response:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(body_of(error), status=status, headers=headers)
-
-
-def event_of(error: CorunError) -> str:
-    """Return an error as an event, for a stream that has begun."""
-    return f"data: {json.dumps(body_of(error))}\n\n"
 
 
 def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -17,8 +17,8 @@ from corun.errors import CorunError, UnauthenticatedError
 from corun.gateway.clients import Clients, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.definitions import DEFINITIONS
-from corun.gateway.errors import STATUSES
-from corun.gateway.failures import event_of, typed
+from corun.gateway.errors import STATUSES, event_of
+from corun.gateway.failures import typed
 from corun.gateway.pages import Pages
 from corun.gateway.streams import EventStream
 from corun.gateway.view import EMPTY, SLOT_STATES, View, waiting

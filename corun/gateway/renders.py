@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from corun.errors import DeadlineError, OverloadedError
 
@@ -18,7 +19,8 @@ THREADS = 2
 WAITING = 1024
 """The most chats that may wait. A client with a token may have half of them."""
 RETRY_S = 1.0
-_Turn = tuple[Callable[[], str], "asyncio.Future[str]"]
+T = TypeVar("T")
+_Turn = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class Renders:
@@ -31,14 +33,15 @@ class Renders:
         self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()  # By token; the first one is next.
         self._running: list[str] = []  # The token of each running thread.
 
-    async def run(self, token: str, render: Callable[[], str]) -> str:
+    async def run(self, token: str, render: Callable[[], T]) -> T:
         """Return what `render` returns. Raises its error, OverloadedError if too many wait, and DeadlineError."""
         self._check_room(token)
-        turn = render, asyncio.get_running_loop().create_future()
+        turn: _Turn = render, asyncio.get_running_loop().create_future()
         self._waiting.setdefault(token, deque()).append(turn)
         self._begin()
         try:
-            return await asyncio.wait_for(turn[1], self._timeout_s)
+            found: T = await asyncio.wait_for(turn[1], self._timeout_s)
+            return found
         except asyncio.TimeoutError:
             raise DeadlineError(f"the chat was not rendered in {self._timeout_s:g} s") from None
         finally:
@@ -63,8 +66,8 @@ class Renders:
             if not turns:
                 del self._waiting[token]
 
-    def _submit(self, token: str, render: Callable[[], str], answer: asyncio.Future[str]) -> None:
-        def end(job: Future[str]) -> None:
+    def _submit(self, token: str, render: Callable[[], Any], answer: asyncio.Future[Any]) -> None:
+        def end(job: Future[Any]) -> None:
             with suppress(RuntimeError):  # The gateway has ended, and its loop is closed.
                 loop.call_soon_threadsafe(self._end, token, answer, job)
 
@@ -72,7 +75,7 @@ class Renders:
         self._running.append(token)
         self._pool.submit(render).add_done_callback(end)
 
-    def _end(self, token: str, answer: asyncio.Future[str], job: Future[str]) -> None:
+    def _end(self, token: str, answer: asyncio.Future[Any], job: Future[Any]) -> None:
         self._running.remove(token)
         if not answer.done():
             error = job.exception()

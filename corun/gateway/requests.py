@@ -16,13 +16,14 @@ from corun.client.request import read_priority
 from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
 from corun.gateway.errors import SAMPLING, naming
-from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_request_id, check_seed
+from corun.gateway.tools import Calls
+from corun.params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams, check_request_id, check_seed
 from corun.types import Priority
 
-_OWN_WAY = ("top_k", "logit_bias", "logprobs")
+_OWN_WAY = ("top_k", "logit_bias", "logprobs", "top_logprobs")
 _SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.name not in _OWN_WAY)
 """Fields that `SamplingParams` has under the same name. null stands for the default there."""
-_ASKED = (*_OWN_WAY, "response_format", "model", "seed", "request_id", "priority")
+_ASKED = ("top_k", "logit_bias", "logprobs", "response_format", "model", "seed", "request_id", "priority")
 _ANSWERED = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
 """Fields that say how the answer is given."""
 _WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
@@ -93,6 +94,8 @@ class CompletionRequest:
     """False if no token is drawn: `max_tokens` was 0."""
     texts: tuple[str, ...] = ()
     """The text of each prompt, if it is echoed."""
+    calls: Calls | None = None
+    """How tool calls are read from the text; None: none are."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The names that the client knows fields by, where they are not the routers'."""
 
@@ -126,12 +129,17 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
     """
     fields = read_json(body)
     check_known(fields, (*COMMON, *_OF_COMPLETIONS), _FIXED_OF_COMPLETIONS)
-    echo, logprobs = flag(fields, "echo"), _logprobs(fields)
+    echo, (logprobs, top_logprobs) = flag(fields, "echo"), _logprobs(fields)
     draws = type(fields.get("max_tokens")) is not int or fields["max_tokens"] != 0
     if not draws:
         _check_drawless(fields, scores=echo and logprobs)
         fields = {**fields, "max_tokens": 1}  # It has no other meaning than this one of being none.
-    asked = read_common(fields, read_params(fields, logprobs=logprobs), request_id)
+    if echo and top_logprobs > 1:
+        raise InvalidArgumentError(
+            "logprobs", top_logprobs, "must be 0 or 1 with echo: scores name one token beside each"
+        )
+    params = read_params(fields, logprobs=logprobs, top_logprobs=top_logprobs)
+    asked = read_common(fields, params, request_id)
     prompts = _prompts(fields.get("prompt"), max_prompts)
     if echo and logprobs and asked.stream:
         raise InvalidArgumentError("echo", True, "must be false in a stream with logprobs: scores come whole")
@@ -140,7 +148,7 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
         asked,
         prompts=prompts,
         echo=echo,
-        with_tops=fields.get("logprobs") == 1,
+        with_tops=top_logprobs > 0,
         draws=draws,
         add_special_tokens=special,
     )
@@ -253,12 +261,17 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     return {"json": schema["schema"]}
 
 
-def _logprobs(fields: Mapping[str, Any]) -> bool:
+def _logprobs(fields: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return whether log probabilities are asked for, and how many of the likeliest tokens beside each token."""
     logprobs = fields.get("logprobs")
-    if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
-        limit = "must be 0 or 1: only the sampled token's own log probability is kept"
-        raise InvalidArgumentError("logprobs", logprobs, limit)
-    return logprobs is not None
+    return logprobs is not None, count_of_tops("logprobs", logprobs)
+
+
+def count_of_tops(field: str, value: Any) -> int:
+    """Return how many of the likeliest tokens are asked for; null: none."""
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS):
+        raise InvalidArgumentError(field, value, f"must be an integer in [0, {MAX_TOP_LOGPROBS}], or null")
+    return value or 0
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:

@@ -15,9 +15,11 @@ from itertools import accumulate
 from typing import Any
 
 from corun.completion import Chunk, Generation, Sample
+from corun.errors import CorunError
 from corun.gateway.echoes import Echo
+from corun.gateway.errors import event_of
 from corun.gateway.requests import CompletionRequest
-from corun.types import FinishReason
+from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason
 
 DONE = "data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
@@ -92,7 +94,7 @@ class Shape:
     """Returns the fields with which every part of one response begins, for a request and the model's name."""
     completion: Callable[[Head, CompletionRequest, Sequence[Generation]], dict[str, Any]]
     """Returns the whole response."""
-    events: type[Events]
+    events: Callable[[Head, CompletionRequest], Events]
 
 
 @dataclass(slots=True)
@@ -112,6 +114,9 @@ class Sent:
 
 class Events:
     """The events of one stream."""
+
+    done = DONE
+    """What ends the stream."""
 
     def __init__(self, head: dict[str, Any], asked: CompletionRequest) -> None:
         self._head = head
@@ -137,6 +142,10 @@ class Events:
             return ""
         return self._event(number, prompt, choice, chunk)
 
+    def failure(self, error: CorunError) -> str:
+        """Return the event for an error that ends a stream which has begun."""
+        return event_of(error)
+
     def usage(self) -> str:
         """Return the last event before the end, with the number of tokens; empty if it was not asked for."""
         if not self._asked.include_usage:
@@ -147,9 +156,9 @@ class Events:
 
     def _event(self, number: int, prompt: Sequence[int], choice: Sent, chunk: Chunk) -> str:
         asked = self._asked
-        reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
         logprobs = self._logprobs(chunk, *self._texts(choice, chunk)) if asked.params.logprobs else "null"
         content = self._content(choice, number // asked.params.n, chunk)
+        reason = f'"{ended}"' if (ended := self._reason(chunk)) else "null"
         text = f'{self._begin}{number},{content},"logprobs":{logprobs},"finish_reason":{reason}'
         if asked.return_token_ids:
             text += self._ids(choice, prompt, chunk)
@@ -163,6 +172,10 @@ class Events:
         if asked.continuous_usage:
             text += f',"usage":{dumped(usage(len(prompt), choice.tokens))}'
         return f"{text}}}\n\n"
+
+    def _reason(self, chunk: Chunk) -> str:
+        """Return why the choice ended; empty if it goes on."""
+        return chunk.finish_reason.value if chunk.finish_reason else ""
 
     def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
         """Return the field with the new text."""
@@ -198,6 +211,7 @@ def _both(first: Chunk, last: Chunk) -> Chunk:
         token_ids=first.token_ids + last.token_ids,
         logprobs=first.logprobs + last.logprobs,
         token_texts=first.token_texts + last.token_texts,
+        top_logprobs=first.top_logprobs + last.top_logprobs,
     )
 
 
@@ -227,15 +241,33 @@ def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_id
 
     begin: the number of characters of the sample's earlier tokens. as_ids: name tokens by ids instead of texts.
     """
-    values = [repr(max(logprob, LEAST_LOGPROB)) for logprob in output.logprobs]  # repr keeps every fp32 bit.
+    values = list(map(exact, output.logprobs))
     names = names_of(output, texts, as_ids=as_ids)
-    tops = ",".join(f"{{{name}:{value}}}" for name, value in zip(names, values, strict=True))
+    beside = output.top_logprobs or [NO_ALTERNATIVES] * len(names)
+    drawn = zip(output.token_ids, names, values, beside, strict=True)
+    tops = ",".join(_tops(*each, as_ids=as_ids) for each in drawn)
     offsets = ",".join(map(str, accumulate(map(len, texts[:-1]), initial=begin))) if texts else ""
     tokens = f'"token_logprobs":[{",".join(values)}],"tokens":[{",".join(names)}]'
     return f'{{"text_offset":[{offsets}],{tokens},"top_logprobs":[{tops}]}}'
 
 
-def names_of(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> list[str]:
+def _tops(token_id: int, name: str, value: str, tops: Alternatives, *, as_ids: bool) -> str:
+    """Return a token's alternatives as a JSON object, with the token itself under its own name. Of tokens with one
+    name, it has the likeliest."""
+    found: dict[str, str] = {}
+    others = names_of(tops, tops.texts, as_ids=as_ids)
+    for other_id, other, logprob in zip(tops.token_ids, others, tops.logprobs, strict=True):
+        found.setdefault(name if other_id == token_id else other, exact(logprob))
+    found.setdefault(name, value)
+    return "{" + ",".join(f"{each}:{its}" for each, its in found.items()) + "}"
+
+
+def exact(logprob: float) -> str:
+    """Return a log probability as JSON, with every fp32 bit."""
+    return repr(max(logprob, LEAST_LOGPROB))
+
+
+def names_of(output: Chunk | Sample | Alternatives, texts: Sequence[str], *, as_ids: bool) -> list[str]:
     """Return the name of each token as JSON: its text, or its id."""
     return [f'"token_id:{token_id}"' for token_id in output.token_ids] if as_ids else list(map(quoted, texts))
 

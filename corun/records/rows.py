@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from corun.completion import Generation, Prompt, Sample
 from corun.errors import CorunError, InvalidArgumentError
 from corun.params import SamplingParams, check_seed, check_text, check_token_ids
+from corun.types import Alternatives
 
 _ROW_FIELDS = ("id", "prompt", "seed", "params")
 _PARAM_FIELDS = tuple(field.name for field in fields(SamplingParams))
@@ -136,6 +138,8 @@ def params_to_dict(params: SamplingParams) -> dict[str, Any]:
     """Return every field of the sampling parameters as plain values for JSON."""
     values: dict[str, Any] = {name: getattr(params, name) for name in _PARAM_FIELDS}
     del values["structured_outputs"]  # An older version knows only free outputs, and reads them.
+    if not params.top_logprobs:  # For the same reason.
+        del values["top_logprobs"]
     if params.constraint is not None:
         kind, text = params.constraint
         values["structured_outputs"] = {kind: json.loads(text) if kind == "choice" else text}
@@ -228,6 +232,19 @@ def _sample_values(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "token_ids": list(sample.token_ids),
         "logprobs": [short_fp32(logprob) for logprob in sample.logprobs],
+        **({"top_logprobs": [_tops_to_dict(tops) for tops in sample.top_logprobs]} if sample.top_logprobs else {}),
         "finish_reason": sample.finish_reason.value,
         "receipt": sample.receipt.to_dict(),
     }
+
+
+def _tops_to_dict(tops: Alternatives) -> dict[str, Any]:
+    """Return the alternatives of one token, as columns."""
+    logprobs = [short_fp32(logprob) for logprob in tops.logprobs]
+    return {"token_ids": list(tops.token_ids), "logprobs": logprobs, "texts": list(tops.texts)}
+
+
+def tops_from_dict(values: Mapping[str, Any]) -> Alternatives:
+    """Read what a result has for the alternatives of one token."""
+    logprobs = tuple(array("f", values["logprobs"]))  # The file has the shortest text of each fp32 value.
+    return Alternatives(tuple(values["token_ids"]), logprobs, tuple(values["texts"]))

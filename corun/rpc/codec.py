@@ -33,6 +33,7 @@ from corun.params import (
 from corun.receipt import Receipt
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.types import (
+    Alternatives,
     AuditStatus,
     ClientStatus,
     ClusterStatus,
@@ -319,6 +320,18 @@ def fill_response(
         message.finish_reason = finish_reason_to_proto(receipt.finish_reason)
         message.receipt.CopyFrom(receipt_to_proto(receipt))
     return message
+
+
+def add_alternatives(message: cluster_pb2.GenerateResponse, tops: Alternatives) -> None:
+    """Add the alternatives of one token to a message that has the token."""
+    message.top_logprobs.add(token_ids=tops.token_ids, logprobs=tops.logprobs, texts=tops.texts)
+
+
+def alternatives_from_proto(message: cluster_pb2.GenerateResponse) -> tuple[Alternatives, ...]:
+    """Return the alternatives of each new token; empty if they were not asked for."""
+    return tuple(
+        Alternatives(tuple(each.token_ids), tuple(each.logprobs), tuple(each.texts)) for each in message.top_logprobs
+    )
 
 
 def generate_request(

@@ -23,7 +23,18 @@ from corun.node.certificate import SWITCHES, Certificate
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.types import FinishReason, Freedom, KvHandle, KvOwner, KvReads, NixlEndpoint, NodeRef, NodeRole, TokenScores
+from corun.types import (
+    Alternatives,
+    FinishReason,
+    Freedom,
+    KvHandle,
+    KvOwner,
+    KvReads,
+    NixlEndpoint,
+    NodeRef,
+    NodeRole,
+    TokenScores,
+)
 from decode_node.service import DecodeRequest, StepRow
 
 VOCAB_SIZE = 256
@@ -40,6 +51,13 @@ def token(prompt: Sequence[int], params: SamplingParams, seed: int, position: in
     number, fraction = struct.unpack("<II", hashlib.blake2b(key.encode(), digest_size=8).digest())
     logprob: float = struct.unpack("<f", struct.pack("<f", -fraction / 2**30))[0]
     return number % VOCAB_SIZE, logprob
+
+
+def expected_alternatives(token_id: int, logprob: float, count: int) -> Alternatives:
+    """Return the alternatives that fake engines give beside a drawn token, which is the likeliest one."""
+    values = [logprob - place / 8 for place in range(count)]
+    exact = struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *values))
+    return Alternatives(tuple((token_id + place) % VOCAB_SIZE for place in range(count)), exact)
 
 
 def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> tuple[list[int], list[float], FinishReason]:
@@ -406,7 +424,9 @@ class FakeDecodeEngine(FakeEngine):
             self._running[request.request_id] = request, drawn + 1
         else:
             del self._running[request.request_id]
-        return StepRow(request.request_id, token_id, -1.0 if self.corrupt else logprob, reason)
+        logprob = -1.0 if self.corrupt else logprob
+        tops = expected_alternatives(token_id, logprob, request.params.top_logprobs)
+        return StepRow(request.request_id, token_id, logprob, reason, tops=tops)
 
     def _failed(self, request: DecodeRequest, detail: str, *, not_finite: bool = False) -> StepRow:
         del self._running[request.request_id]

@@ -97,7 +97,7 @@ class ResumePoint(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., output_digest: _Optional[str] = ..., text_bytes: _Optional[int] = ..., done: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "sample_index", "seed", "text", "token_ids", "logprobs", "finish_reason", "receipt", "prompt_token_ids", "fingerprint", "token_texts", "call_number")
+    __slots__ = ("request_id", "sample_index", "seed", "text", "token_ids", "logprobs", "finish_reason", "receipt", "prompt_token_ids", "fingerprint", "token_texts", "call_number", "top_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class GenerateResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     CALL_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_index: int
     seed: int
@@ -122,7 +123,18 @@ class GenerateResponse(_message.Message):
     fingerprint: str
     token_texts: _containers.RepeatedScalarFieldContainer[str]
     call_number: int
-    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., token_texts: _Optional[_Iterable[str]] = ..., call_number: _Optional[int] = ...) -> None: ...
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., token_texts: _Optional[_Iterable[str]] = ..., call_number: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
+
+class TopLogprobs(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "texts")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamOutputsRequest(_message.Message):
     __slots__ = ()

@@ -88,20 +88,32 @@ class StreamStepsRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., session: _Optional[int] = ...) -> None: ...
 
 class StreamStepsResponse(_message.Message):
-    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended", "read")
+    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended", "read", "alternatives")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     step: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     ended: _containers.RepeatedCompositeFieldContainer[LeaseEnd]
     read: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ..., read: _Optional[_Iterable[int]] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[RowAlternatives]
+    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ..., read: _Optional[_Iterable[int]] = ..., alternatives: _Optional[_Iterable[_Union[RowAlternatives, _Mapping]]] = ...) -> None: ...
+
+class RowAlternatives(_message.Message):
+    __slots__ = ("row", "token_ids", "logprobs")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LeaseEnd(_message.Message):
     __slots__ = ("lease_id", "finish_reason", "detail", "not_finite", "invalid")

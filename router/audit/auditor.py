@@ -18,7 +18,7 @@ from pathlib import Path
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.records.reproduction import Drawn, Reproduction, write_reproduction
-from corun.types import AuditStatus, FinishReason
+from corun.types import NO_ALTERNATIVES, Alternatives, AuditStatus, FinishReason
 from router.attempt import NodeFaultError, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.clock import loop_time
@@ -56,9 +56,9 @@ class AuditOutput(Output):
         super().__init__()
         self._first = finished
 
-    def take(self, token_id: int, logprob: float) -> bool:
+    def take(self, token_id: int, logprob: float, tops: Alternatives = NO_ALTERNATIVES) -> bool:
         """Take the audit's next token. Return True if a stop string ended the first run at this token."""
-        super().take(token_id, logprob)
+        super().take(token_id, logprob, tops)
         return self._first.node_reason is None and len(self.records) >= len(self._first.records)
 
     def differs_at(self, reason: FinishReason) -> int | None:
@@ -154,7 +154,9 @@ class Auditor:
 
     def _start(self, audit: Audit) -> bool:
         deadline = loop_time() + AUDIT_TIMEOUT_S
-        sample = replace(audit.finished.task, deadline=deadline, received=None, share_scope="", isolated=True)
+        task = audit.finished.task
+        params = replace(task.params, top_logprobs=0)  # What is compared has none.
+        sample = replace(task, params=params, deadline=deadline, received=None, share_scope="", isolated=True)
         output, spare = AuditOutput(audit.finished), SPARE_SLOTS
         run = self._idle.start(sample, audit.need, output, self._ended, spare_slots=spare, keeps_free=spare)
         if run is not None:

@@ -19,7 +19,7 @@ from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.rpc.auth import Caller
 from corun.seeds import MAX_SEED
-from corun.types import FinishReason, NodeState, Priority
+from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, NodeState, Priority
 from router.attempt import Attempt, NodeFaultError, SampleTask
 from router.clock import loop_time
 from router.nodes.node import PrefillPlacement
@@ -195,8 +195,8 @@ class Unread(Output):
         super().__init__()
         self._on_first = on_first
 
-    def take(self, token_id: int, logprob: float) -> bool:
-        ended = super().take(token_id, logprob)
+    def take(self, token_id: int, logprob: float, tops: Alternatives = NO_ALTERNATIVES) -> bool:
+        ended = super().take(token_id, logprob, tops)
         if self.position == 1:
             self._on_first()
         return ended

@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
@@ -293,7 +293,7 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
         index=0,
         prompt_token_ids=case.prompt_token_ids,
         prompt_digest=prompt_digest(case.prompt_token_ids),
-        params=case.sampling_params,
+        params=replace(case.sampling_params, top_logprobs=0),  # What is compared has none.
         seed=case.seed,
         deadline=deadline,
         caller=caller,

@@ -31,7 +31,16 @@ from corun.observe.trace_context import Metadata
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
-from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef, TokenScores
+from corun.types import (
+    NO_ALTERNATIVES,
+    Alternatives,
+    FinishReason,
+    KvHandle,
+    NixlEndpoint,
+    NodeInfo,
+    NodeRef,
+    TokenScores,
+)
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
@@ -40,8 +49,9 @@ from router.clock import AwakeClock, loop_time
 CLEANUP_TIMEOUT_S = 5.0
 """The longest time of a call that only gives something back. If the call fails, the node frees it later by itself."""
 
-TakeToken = Callable[[int, float], bool]
-"""A function that takes a token id and its log probability. It returns True if the sample ends with this token."""
+TakeToken = Callable[[int, float, Alternatives], bool]
+"""A function that takes a token id, its log probability and its alternatives. It returns True if the sample ends with
+this token."""
 
 _sessions = itertools.count(1)
 """The numbers of this process's sessions. Each is higher than the one before."""
@@ -242,14 +252,14 @@ class RemoteLease:
         self.has_kv = True
         self.heard_at = now
 
-    def row(self, token_id: int, logprob: float, now: float) -> None:
+    def row(self, token_id: int, logprob: float, tops: Alternatives, now: float) -> None:
         if self.ended.done():
             return
         self.heard_at = now
         if self.first_row_at is None:
             self.first_row_at = loop_time()
         try:
-            if self._take_token(token_id, logprob):
+            if self._take_token(token_id, logprob, tops):
                 self.ended.set_result(FinishReason.STOP)
         except Exception:  # One sample's bug must not break the stream of all.
             log.exception("lease %s: a token could not be taken", self.lease_id)
@@ -458,15 +468,27 @@ class DecodeClient(NodeClient):
         for lease_id in message.read:
             if (lease := leases.get(lease_id)) is not None:
                 lease.note_read(now)
-        for lease_id, token_id, logprob in zip(message.lease_ids, message.token_ids, message.logprobs, strict=True):
+        columns = message.lease_ids, message.token_ids, message.logprobs
+        tops = _alternatives(message) if message.alternatives else itertools.repeat(NO_ALTERNATIVES)
+        for lease_id, token_id, logprob, own in zip(*columns, tops, strict=False):
             lease = leases.get(lease_id)
             if lease is not None:
-                lease.row(token_id, logprob, now)
+                lease.row(token_id, logprob, own, now)
         for end in message.ended:
             ended = leases.pop(end.lease_id, None)
             if ended is not None:
                 reason = codec.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR
                 ended.end(reason, end.detail, not_finite=end.not_finite, invalid=end.invalid)
+
+
+def _alternatives(message: decode_pb2.StreamStepsResponse) -> list[Alternatives]:
+    """Return the alternatives of each row of a step. Raises DataLossError if they are not those of rows."""
+    found = [NO_ALTERNATIVES] * len(message.lease_ids)
+    for each in message.alternatives:
+        if each.row >= len(found) or not len(each.token_ids) == len(each.logprobs) > 0:
+            raise DataLossError(f"message {message.step} has alternatives that are not those of a row")
+        found[each.row] = Alternatives(tuple(each.token_ids), tuple(each.logprobs))
+    return found
 
 
 async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:

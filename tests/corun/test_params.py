@@ -116,8 +116,10 @@ def test_digest_covers_what_can_change_the_output() -> None:
     others |= dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), 5)
     others |= {"stop": "x", "stop_token_ids": (5,), "ignore_eos": True, "logprobs": True, "logit_bias": {5: 0.5}}
     others |= {"structured_outputs": {"regex": "a"}}
+    del others["top_logprobs"]  # It needs `logprobs`.
     digests = {name: SamplingParams(**{name: value}).digest() for name, value in others.items()}
     assert digests.pop("n") == digests.pop("logprobs") == SamplingParams().digest()
+    assert SamplingParams(logprobs=True, top_logprobs=5).digest() == SamplingParams().digest()
     assert len({*digests.values(), SamplingParams().digest()}) == len(digests) + 1
     before = "78b34a800814eb3c1cff3dd9e2ffa211124188833d9998670dd3debce00ded60"
     assert SamplingParams().digest() == before  # As it was when outputs could not be constrained.

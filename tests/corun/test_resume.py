@@ -15,7 +15,7 @@ from corun.errors import ContractMismatchError, DataLossError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
-from corun.types import FinishReason, ResumePoint
+from corun.types import Alternatives, FinishReason, ResumePoint
 from tests.corun.fake_router import FailedCall, make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)
@@ -100,3 +100,23 @@ def test_delays_grow_until_output_comes() -> None:
     assert delays[3] > delays[0]
     rest.take(chunk(1))
     assert rest.retry_s(broken, "a:1") <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("tops", "says"),
+    [
+        ((), "0 times top_logprobs for 1 tokens"),  # A router of an older version sends none.
+        ((Alternatives(),), "0 top_logprobs of 2"),
+        ((Alternatives((1, 2, 3), (-1.0, -2.0, -3.0), ("a", "b", "c")),), "3 top_logprobs of 2"),
+        ((Alternatives((1, 2), (-1.0,), ("a", "b")),), "2 top_logprobs of 2"),
+        ((Alternatives((2, 1), (-0.5, -1.5), ("a", "b")),), "two log probabilities of token 1"),
+    ],
+)
+def test_alternatives_that_are_not_those_of_the_tokens_are_data_loss(tops: tuple[Alternatives, ...], says: str) -> None:
+    params = SamplingParams(logprobs=True, top_logprobs=2)
+    good = (Alternatives((2, 1), (-0.5, -1.0), ("a", "b")), Alternatives((9,), (-0.5,), ("a",)))
+    rest = resumption(prepare("x", params, None, "r"))
+    taken = rest.take(chunk(1, 1, token_texts=("", ""), fingerprint="f" * 64, top_logprobs=good))
+    assert taken.top_logprobs == good
+    with pytest.raises(DataLossError, match=says):
+        rest.take(chunk(1, token_texts=("",), top_logprobs=tops))

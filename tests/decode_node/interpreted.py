@@ -200,6 +200,12 @@ class Node:
 
     def step(self, requests: Sequence[tuple[Any, torch.Tensor]], masks: Any = None) -> tuple[list[int], list[int]]:
         """Return the tokens of these requests in one step, and the bits of their log probabilities."""
+        output = self.output(requests, masks)
+        logprobs = output.logprobs_tensors.to_cpu_nonblocking().tolists().logprobs
+        return output.sampled_token_ids[:, 0].tolist(), bits(torch.from_numpy(logprobs[:, 0].copy()))
+
+    def output(self, requests: Sequence[tuple[Any, torch.Tensor]], masks: Any = None) -> Any:
+        """Return the sampler's output of these requests in one step."""
         live = len(requests)
         self._logits = torch.stack([logits for _, logits in requests])
         for place, (params, _) in enumerate(requests):
@@ -226,8 +232,7 @@ class Node:
         )
         output, counts, rejected = self.sample(torch.arange(live, dtype=torch.float32)[:, None], batch, masks)
         assert (counts.tolist(), rejected.tolist()) == ([1] * live, [0] * live)
-        logprobs = output.logprobs_tensors.to_cpu_nonblocking().tolists().logprobs
-        return output.sampled_token_ids[:, 0].tolist(), bits(torch.from_numpy(logprobs[:, 0].copy()))
+        return output
 
 
 def node(slots: int = 16, sizes: Sequence[int] = (1, 2, 8, 16)) -> Node:
@@ -288,6 +293,39 @@ def test_requests_draw_and_score_as_alone_in_any_company() -> None:
     for order in (crowd[::-1], crowd[3:] + crowd[:3]):
         found_together = zip(*node().step([(params(style), rows[style]) for style in order]), strict=True)
         assert dict(zip(order, found_together, strict=True)) == alone
+
+
+def asks(style: str, count: int) -> Any:
+    made = params(style)
+    made.extra_args = {"kv_transfer_params": {"corun_tops": count}}
+    return made
+
+
+def test_alternatives_have_the_bits_that_their_tokens_would_have() -> None:
+    """They are of the raw logits, whatever the draw leaves of these in place, and follow from the row's own."""
+    scheduler: Any = load("decode_node.scheduler")
+    requests = [
+        (asks("plain", 2), row_of(0)),
+        (params("plain"), row_of(1)),
+        (asks("repetition", 5), row_of(2)),
+        (asks("bias", 1), row_of(3)),
+    ]
+    output = node().output(requests)
+    lists = output.logprobs_tensors.to_cpu_nonblocking().tolists()
+    for place, count in enumerate((2, 0, 5, 1)):
+        row = requests[place][1]
+        ids = row.argsort(descending=True)[:count].tolist()
+        assert scheduler.alternatives_of(lists, place) == [*ids, *(reference(row, token) for token in ids)]
+        if count:
+            alone = node().output(requests[place : place + 1]).logprobs_tensors.tolists()
+            assert scheduler.alternatives_of(alone, 0) == scheduler.alternatives_of(lists, place)
+    free = [
+        (params(style), row) for style, (_, row) in zip(("plain", "plain", "repetition", "bias"), requests, strict=True)
+    ]
+    plain = node().output(free)
+    assert plain.logprobs_tensors.logprob_token_ids.numel() == 0, "nothing is computed where nobody asks"
+    assert plain.sampled_token_ids.tolist() == output.sampled_token_ids.tolist()
+    assert bits(plain.logprobs_tensors.logprobs[:, 0]) == bits(output.logprobs_tensors.logprobs[:, 0].contiguous())
 
 
 def test_lm_head_and_sampler_have_a_multiple_of_16_rows() -> None:

@@ -123,6 +123,10 @@ LIMITS: dict[str, Limits] = {
 }
 
 
+OURS = "top_logprobs"
+"""The field that vLLM has no name for: our own worker computes alternatives."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _vllm() -> None:
     load("vllm.sampling_params")
@@ -133,6 +137,7 @@ def assert_unchanged(params: SamplingParams) -> None:
     made = engine_params(params, 1, FACTS, {})
     given = {name: limits.fixed[0] for name, limits in LIMITS.items() if limits.fixed}
     given |= {field.name: getattr(params, field.name) for field in fields(params) if field.name not in given}
+    del given[OURS]
     if params.greedy:
         given |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     given["stop_token_ids"] = sorted({*params.stop_token_ids, *(() if params.ignore_eos else EOS)})
@@ -156,7 +161,7 @@ def verdict(name: str, value: Any) -> str:
 
 
 def test_every_field_is_compared() -> None:
-    assert set(LIMITS) == {field.name for field in fields(SamplingParams)}
+    assert set(LIMITS) == {field.name for field in fields(SamplingParams)} - {OURS}
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -110,12 +110,12 @@ def test_samples_that_come_together_have_one_trial(path: Path, monkeypatch: pyte
     async def main() -> None:
         trials = grammar.Trials(path, VOCAB, [END])
 
-        async def count(kind: str, text: str) -> str:
+        async def count(_: object, kind: str, text: str) -> str:
             tried.append((kind, text))
             await asyncio.sleep(0)
             return ""
 
-        monkeypatch.setattr(trials, "_tried", count)
+        monkeypatch.setattr(grammar._Child, "tried", count)
         await asyncio.gather(*(trials.check("regex", "a") for _ in range(20)))
 
     asyncio.run(main())
@@ -128,10 +128,41 @@ def test_waiting_for_other_trials_is_no_fault_of_the_node(path: Path, monkeypatc
 
     async def main() -> None:
         trials = grammar.Trials(path, VOCAB, [END])
-        async with trials._turn:
-            with pytest.raises(OverloadedError, match="others came first"):
-                await trials.check("regex", "a")
+        for _ in range(grammar.PROCESSES):
+            await trials._turns.acquire()
+        with pytest.raises(OverloadedError, match="others came first"):
+            await trials.check("regex", "a")
         await trials.close()
+
+    asyncio.run(main())
+
+
+def test_one_that_takes_long_holds_up_no_other_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that leaves ends no trial that another waits for, and gives a process back when its own has ended."""
+
+    async def main() -> None:
+        trials, long = grammar.Trials(path, VOCAB, [END]), asyncio.Event()
+        used: list[object] = []
+
+        async def tried(child: object, kind: str, text: str) -> str:
+            used.append(child)
+            if text == "long":
+                await long.wait()
+            return ""
+
+        monkeypatch.setattr(grammar._Child, "tried", tried)
+        waiting = [asyncio.ensure_future(trials.check("regex", "long")) for _ in range(2)]
+        await asyncio.sleep(0)
+        for number in range(3):
+            await trials.check("regex", f"short {number}")
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        long.set()
+        await waiting[1]
+        await trials.check("regex", "last")
+        assert len(used) == 5
+        assert used[0] not in used[1:4]
+        assert len(trials._idle) == grammar.PROCESSES
 
     asyncio.run(main())
 

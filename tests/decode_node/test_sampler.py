@@ -85,7 +85,14 @@ def metadata(batch: Sequence[Any], outputs: list[list[int]]) -> Any:
 
 
 def drawn(logits: torch.Tensor, *fields: dict[str, Any], masks: Any = None) -> list[tuple[int, float]]:
-    """Each request's token and log probability in one step; the last row of the logits belongs to nobody.
+    """Each request's token and log probability in one step; see `stepped`."""
+    output = stepped(logits, *fields, masks=masks)
+    tokens = output.sampled_token_ids[:, 0].tolist()
+    return list(zip(tokens, output.logprobs_tensors.logprobs[:, 0].tolist(), strict=True))
+
+
+def stepped(logits: torch.Tensor, *fields: dict[str, Any], masks: Any = None) -> Any:
+    """The output of one step for these requests; the last row of the logits belongs to nobody.
 
     masks: vLLM's `GrammarOutput`, as the runner gets it.
     """
@@ -99,9 +106,45 @@ def drawn(logits: torch.Tensor, *fields: dict[str, Any], masks: Any = None) -> l
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=len(batch), req_ids=names), requests=states)
     sampler = load("decode_node.worker").FixedRowSampler(runner)
     sampler.grammar_output = masks
-    output = sampler(logits, metadata(batch, outputs))
-    tokens = output.sampled_token_ids[:, 0].tolist()
-    return list(zip(tokens, output.logprobs_tensors.logprobs[:, 0].tolist(), strict=True))
+    return sampler(logits, metadata(batch, outputs))
+
+
+def asks(count: int) -> dict[str, Any]:
+    return {**QUIET, "extra_args": {"kv_transfer_params": {"corun_tops": count}}}
+
+
+def alternatives(output: Any, row: int) -> list[tuple[int, float]]:
+    """A row's alternatives, as the scheduler reads them."""
+    found = output.logprobs_tensors.tolists()
+    numbers = load("decode_node.scheduler").alternatives_of(found, row)
+    ids, bits = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    return list(zip(ids, np.array(bits, dtype=np.uint32).view(np.float32).tolist(), strict=True))
+
+
+def test_a_row_gets_its_alternatives_and_neighbours_that_ask_for_none_get_none() -> None:
+    """They are those of the raw logits, with the bits that each token would get if it were drawn, in any company."""
+    logits = rows(3)
+    log_probabilities = load("corun.node.vllm.logprobs").log_probabilities
+    output = stepped(logits.clone(), asks(4), QUIET, {**asks(2), "temperature": 0.5, "logit_bias": {3: 50.0}})
+    for row, count in ((0, 4), (2, 2)):
+        found = alternatives(output, row)
+        assert [token for token, _ in found] == logits[row].argsort(descending=True)[:count].tolist()
+        for token, value in found:
+            alone = log_probabilities(logits, torch.full((len(logits),), token))[row].item()
+            assert value == alone
+    assert alternatives(output, 1) == []
+    plain = stepped(logits.clone(), QUIET, QUIET, {"temperature": 0.5, "logit_bias": {3: 50.0}})
+    assert plain.logprobs_tensors.logprob_token_ids.numel() == 0
+    assert torch.equal(output.logprobs_tensors.logprobs[:, :1], plain.logprobs_tensors.logprobs)
+    assert torch.equal(output.sampled_token_ids, plain.sampled_token_ids)
+    assert alternatives(stepped(logits.clone()[[0, 3]], asks(4)), 0) == alternatives(output, 0)
+
+
+def test_a_constrained_rows_alternatives_are_of_all_tokens() -> None:
+    logits = rows(1)
+    words = np.array([[1 << int(logits[0].argmin())]], dtype=np.uint32).view(np.int32)
+    masks = SimpleNamespace(structured_output_request_ids=["0"], grammar_bitmask=words)
+    assert alternatives(stepped(logits.clone(), asks(3), masks=masks), 0) == alternatives(stepped(logits, asks(3)), 0)
 
 
 def rows(count: int, seed: int = 0, scale: float = 5.0) -> torch.Tensor:

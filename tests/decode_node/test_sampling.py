@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corun.node.vllm.logprobs import PART, log_probabilities
+from corun.node.vllm.logprobs import PART, PIECE_ROWS, alternatives, log_probabilities, top_tokens
 from decode_node import sampling
 from decode_node.sampling import IDLE, Draw, variate
 
@@ -318,3 +318,40 @@ def test_a_row_that_is_not_finite_has_no_log_probability(bad: list[float]) -> No
     found = log_probabilities(logits, torch.tensor([1, 1, 1]))
     assert found.isnan().tolist() == [False, True, False]
     assert found[0] == found[2]
+
+
+TIES = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, 3.0, 1e-40, -1e-40]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(TIES), min_size=9, max_size=9), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_likeliest_tokens_are_in_order_and_the_lower_id_is_first_of_equal_ones(
+    values: list[list[float]], count: int, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor(values, dtype=dtype)
+    stable = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(top_tokens(logits, count), stable)
+
+
+def test_alternatives_follow_from_the_row_alone() -> None:
+    """More rows ask than are searched at a time, each for another number; the last two rows belong to nobody."""
+    live, vocab = 2 * PIECE_ROWS + 3, 50
+    logits = torch.randn(live + 2, vocab, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    counts = [row % 7 for row in range(live)]
+    tokens, values = alternatives(logits, counts, log_probabilities)
+    assert tokens.shape == values.shape == (live + 2, 6)
+    assert (tokens >= 0).sum(dim=-1).tolist() == [*counts, 0, 0]
+    for row in (1, 6, live - 1):
+        (alone,), (own,) = alternatives(logits[row : row + 1], counts[row : row + 1], log_probabilities)
+        assert torch.equal(alone, tokens[row, : len(alone)])
+        assert torch.equal(own, values[row, : len(alone)])
+
+
+def test_tokens_without_a_finite_logit_are_no_alternatives() -> None:
+    logits = torch.full((1, 40), -math.inf)
+    logits[0, 7] = 2.0
+    tokens, _ = alternatives(logits, [20], log_probabilities)
+    assert tokens[0].tolist() == [7, *[-1] * 19]

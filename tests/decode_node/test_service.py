@@ -25,7 +25,7 @@ from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
-from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
+from corun.types import Alternatives, FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from decode_node.service import DecodeRequest, DecodeService, StepRow
@@ -388,6 +388,22 @@ async def test_one_message_a_step_with_the_rows_of_a_router_and_their_bits(node:
     load = await node.service.load()
     assert (load.steps, load.tokens) == (3, 12)
     assert await streams["idle"].nothing_follows()
+
+
+async def test_alternatives_come_with_the_rows_that_have_some(node: Node) -> None:
+    """Also if the rows of several steps make one message, in which other rows have none or only end."""
+    steps = await node.steps()
+    await node.started(3)
+    first, second, third = node.engine.ids()
+    tops = Alternatives((4, 5), (-0.5, -1.5))
+    failed = StepRow(second, None, 0.0, FinishReason.ERROR, "no")
+    node.service.on_step([StepRow(first, 3, -1.0), failed, StepRow(third, 4, -0.5, tops=tops)])
+    message = await steps.read()
+    assert list(message.token_ids) == [3, 4]
+    found = [(each.row, tuple(each.token_ids), tuple(each.logprobs)) for each in message.alternatives]
+    assert found == [(1, *tops[:2])]
+    node.service.on_step([StepRow(first, 3, -1.0)])
+    assert not (await steps.read()).alternatives
 
 
 async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.proxy import CuttingProxy
 pytestmark = pytest.mark.e2e
 
 PARAMS = SamplingParams(max_tokens=400, temperature=1.0, logprobs=True, ignore_eos=True)
+CONSTRAINED = replace(PARAMS, ignore_eos=False, structured_outputs={"regex": "[a-f]{2000}"})
 STREAMS = 4
 STOP_S = 7.0
 """Longer than a node may be silent."""
@@ -28,8 +30,9 @@ STOP_S = 7.0
 @pytest.mark.timeout(240)
 async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection(cluster: Cluster) -> None:
     async with CuttingProxy(cluster.address) as proxy, AsyncClient(proxy.address, timeout_s=180) as client:
-        alone = [await client.generate([5, i], PARAMS, seed=i) for i in range(STREAMS)]
-        streams = [asyncio.create_task(client.generate([5, i], PARAMS, seed=i)) for i in range(STREAMS)]
+        each = [CONSTRAINED if i % 2 else PARAMS for i in range(STREAMS)]
+        alone = [await client.generate([5, i], params, seed=i) for i, params in enumerate(each)]
+        streams = [asyncio.create_task(client.generate([5, i], params, seed=i)) for i, params in enumerate(each)]
         await asyncio.to_thread(wait_for, lambda: running(cluster) == STREAMS, "the streams run")
         assert not any(stream.done() for stream in streams)
         proxy.cut()
@@ -40,6 +43,8 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
         done = await asyncio.gather(*streams)
     assert [bits(generation) for generation in done] == [bits(generation) for generation in alone]
     assert done[0].receipt.decode_node != alone[0].receipt.decode_node
+    assert all(set(generation.text) <= set("abcdef") for generation in done[1::2])
+    assert {len(generation.token_ids) for generation in done} == {PARAMS.max_tokens}
     wait_for(lambda: ready(cluster.status), "both nodes are in use again")
 
 

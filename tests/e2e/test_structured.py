@@ -14,6 +14,7 @@ import pytest
 from corun import Client, InvalidArgumentError, SamplingParams
 from corun.gateway.app import Gateway
 from corun.gateway.config import GatewayConfig
+from corun.tool_calls import CallReader, CallStyle
 from tests.e2e.conftest import SLOTS, Cluster
 from tests.e2e.test_determinism import Case, bits, differing, make_cases, run, verify_all
 
@@ -75,6 +76,51 @@ def test_finished_outputs_are_what_was_asked_for(cluster: Cluster) -> None:
     for params, generation in finished:
         kind, text = params.constraint or ("", "")
         _check(kind, text, generation.text)
+
+
+def test_a_forced_tool_call_is_one_that_is_read(cluster: Cluster) -> None:
+    """As the gateway asks for it where a template writes calls between tags."""
+    style = CallStyle(begin="<tool_call>\n", end="\n</tool_call>", opening='{"name": ', middle=', "arguments": ')
+    grammar = style.grammar({"register": SCHEMA, "leave": {"type": "object"}}, several=False)
+    params = SamplingParams(max_tokens=200, structured_outputs={"grammar": grammar})
+    with cluster.client() as client:
+        done = [client.generate([5, 6, i], params, seed=i) for i in range(6)]
+    called = 0
+    for generation in done:
+        if generation.finish_reason.value == "stop":
+            reader = CallReader(style, ())
+            first, *rest = [*reader.push(generation.text).calls, *reader.finish().calls]
+            assert (first.name in ("register", "leave"), rest) == (True, [])
+            found = json.loads(first.arguments)
+            assert first.name == "leave" or (len(found["name"]) <= 4 and 0 <= found["age"] <= 99)
+            called += 1
+    assert called > 0
+
+
+def test_alternatives_are_the_same_alone_and_in_a_crowd_and_have_the_bits_of_drawn_tokens(cluster: Cluster) -> None:
+    """Neighbours ask for none or other numbers, or are constrained. A greedy token is its own first alternative."""
+    cases = [
+        (p, replace(q, logprobs=True, top_logprobs=(0, 3, 20)[i % 3]), s) for i, (p, q, s) in enumerate(make_cases(18))
+    ]
+    cases += [(p, replace(q, top_logprobs=5), s) for p, q, s in constrained(6)]
+    with cluster.client() as client:
+        alone, crowded = run(client, cases, concurrency=1), run(client, cases, concurrency=20)
+        plain = run(client, [(p, replace(q, top_logprobs=0), s) for p, q, s in cases], concurrency=8)
+    assert differing(alone, crowded) == differing(alone, plain) == []
+    among = 0
+    for (_, params, _), one, other in zip(cases, alone, crowded, strict=True):
+        first, second = one.samples[0], other.samples[0]
+        assert first.top_logprobs == second.top_logprobs
+        assert len(first.top_logprobs) == (len(first.token_ids) if params.top_logprobs else 0)
+        for token_id, logprob, tops in zip(first.token_ids, first.logprobs, first.top_logprobs, strict=False):
+            assert len(tops.token_ids) == params.top_logprobs
+            assert list(tops.logprobs) == sorted(tops.logprobs, reverse=True)
+            among += token_id in tops.token_ids
+            assert dict(zip(*tops[:2], strict=True)).get(token_id, logprob) == logprob
+            plain_greedy = params.greedy and params.constraint is None and params.repetition_penalty == 1
+            free = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
+            assert tops.token_ids[0] == token_id or not (plain_greedy and free)
+    assert among > 100
 
 
 async def test_openais_own_client_gets_json_by_its_schema(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from corun.gateway.chats import _FIXED_OF_CHATS, Chat
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.seeds import sample_seed
-from corun.testing.engines import MAX_MODEL_LEN, expected
+from corun.testing.engines import MAX_MODEL_LEN, expected, expected_alternatives
 from router.text import Tokenizer
 from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import Http, check_choice, read_events, serving
@@ -130,16 +131,32 @@ async def test_log_probabilities_have_openais_shape(chat_model: str) -> None:
     ids, values, _ = expected(tokens(chat_model), SamplingParams(max_tokens=4), 3)
     texts = texts_of(chat_model, ids)
     async with cluster(chat_model) as fake, serving(fake) as http:
-        for as_ids in (False, True):
-            fields = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": as_ids}
+        for as_ids, count in itertools.product((False, True), (0, 3)):
+            fields = {"logprobs": True, "top_logprobs": count, "return_tokens_as_token_ids": as_ids}
             answer = await chat(http, max_tokens=4, seed=3, **fields)
+            events = await stream(http, max_tokens=4, seed=3, **fields)
             names = [f"token_id:{token_id}" for token_id in ids] if as_ids else texts
+            tops = [tops_of(chat_model, *drawn, count, as_ids=as_ids) for drawn in zip(ids, values, strict=True)]
             assert answer["choices"][0]["logprobs"] == {
                 "content": [
-                    {"token": name, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                    for name, value, text in zip(names, values, texts, strict=True)
+                    {"token": name, "logprob": value, "bytes": list(text.encode()), "top_logprobs": beside}
+                    for name, value, text, beside in zip(names, values, texts, tops, strict=True)
                 ]
             }
+            choices = [event["choices"][0] for event in events if event["choices"]]
+            streamed = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+            assert streamed == answer["choices"][0]["logprobs"]["content"]
+
+
+def tops_of(model: str, token_id: int, logprob: float, count: int, *, as_ids: bool) -> list[dict[str, Any]]:
+    """The alternatives of a fake engine's token, in OpenAI's shape."""
+    tops, tokenizer = expected_alternatives(token_id, logprob, count), Tokenizer.load(model)
+    texts = tokenizer.texts_alone(tops.token_ids)
+    names = [f"token_id:{each}" for each in tops.token_ids] if as_ids else texts
+    return [
+        {"token": name, "logprob": value, "bytes": list(text.encode())}
+        for name, value, text in zip(names, tops.logprobs, texts, strict=True)
+    ]
 
 
 FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -225,7 +242,7 @@ REFUSED: dict[str, list[Any]] = {
     "messages[0].content[0].type": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]],
     "tools": [[TOOL], "f", [1]],
     "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
-    "top_logprobs": [1, -1, True, "1"],
+    "top_logprobs": [1, -1, 21, True, "1"],
     "logprobs": [1, "yes"],
     "max_completion_tokens": [0, "many", 600],
     "max_tokens": [0, 600, 2**31 - 1, 10**30],
@@ -296,7 +313,7 @@ async def test_openais_own_client_chats(chat_model: str) -> None:
                 final = await manager.get_final_completion()
             stopped = await client.chat.completions.create(model=name, **asked, **until)
             with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model=name, **{**asked, "top_logprobs": 5})
+                await client.chat.completions.create(model=name, **{**asked, "top_logprobs": 21})
     message = whole.choices[0].message
     assert (message.role, whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("assistant", "length", 8)
     assert again.choices[0].message.content == message.content
@@ -311,7 +328,7 @@ async def test_openais_own_client_chats(chat_model: str) -> None:
     assert events[-1].usage == whole.usage
     assert whole.system_fingerprint == again.system_fingerprint
     assert refused.value.param == "top_logprobs"
-    assert "must be 0" in refused.value.message
+    assert "must be an integer in [0, 20]" in refused.value.message
 
 
 async def test_a_client_that_leaves_ends_its_chat(chat_model: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from corun.client.client import AsyncClient
 from corun.params import SamplingParams
 from corun.seeds import derive_seed, sample_seed
-from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected
+from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected, expected_alternatives
 from corun.types import Priority
 from router.text import Tokenizer
 from tests.clusters import FakeCluster, cluster
@@ -138,14 +138,22 @@ async def test_log_probabilities_have_vllms_shape(model: str) -> None:
     ids, values, _ = expected(PROMPT, SamplingParams(max_tokens=2), 3)
     texts = texts_of(model, ids)
     async with cluster(model) as fake, serving(fake) as http:
-        for count, as_ids in ((0, None), (1, False), (1, True)):
+        for count, as_ids in ((0, None), (1, False), (1, True), (4, True)):
             names = [f"token_id:{token_id}" for token_id in ids] if as_ids else texts
             answer = await http.complete(max_tokens=2, seed=3, logprobs=count, return_tokens_as_token_ids=as_ids)
             assert answer["choices"][0]["logprobs"] == {
                 "text_offset": [0, len(texts[0])],
                 "token_logprobs": values,
                 "tokens": names,
-                "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+                "top_logprobs": [
+                    {
+                        f"token_id:{other}": its
+                        for other, its in zip(*expected_alternatives(token_id, value, count)[:2], strict=True)
+                    }
+                    if as_ids and count
+                    else {name: value}
+                    for token_id, name, value in zip(ids, names, values, strict=True)
+                ],
             }
 
 
@@ -202,7 +210,7 @@ async def test_openais_own_client_reads_log_probabilities(model: str) -> None:
             whole = (await client.completions.create(**asked)).choices[0]
             parts = [event.choices[0] async for event in await client.completions.create(**asked, stream=True)]
             with pytest.raises(openai.NotFoundError, match="there is no such path here"):
-                await client.responses.create(model=card.id, input="a")
+                await client.embeddings.create(model=card.id, input="a")
             with pytest.raises(openai.NotFoundError, match="does not exist"):
                 await client.completions.create(**{**asked, "model": model})
     assert card.id == Path(model).name

@@ -37,7 +37,7 @@ REFUSED: dict[str, list[Any]] = {
     "frequency_penalty": [-3],
     "repetition_penalty": [0, 1e-40],
     "logit_bias": [[1], {"a": 1}, {"1": 101}, {"01": 1, "1": 1}, {"300": 1}],
-    "logprobs": [2, -1, True, "1"],
+    "logprobs": [21, -1, True, "1"],
     "stream": [1],
     "prompt": [None, "", [], [[]], [1, "a"], ["a", 1], [-1], [1.5], [True], {"a": 1}, ["a"] * 129, [256], "x" * 600],
     "model": [5],
@@ -110,7 +110,7 @@ async def test_what_http_refuses_is_json_too(model: str) -> None:
             assert (found, answer["error"]["code"]) == (status, status)
         assert answer["error"]["message"] == "POST /v1/models: this path takes GET,HEAD"
         assert (await http.get("/v1/completions"))[0] == 405
-        for path in ("/v1/responses", "/v1/chat", "/index.html", long):
+        for path in ("/v1/embeddings", "/v1/chat", "/index.html", long):
             for status, answer in (await http.get(path), (await http.post({"input": "a"}, path=path))[:2]):
                 error = answer["error"]
                 assert (status, error["code"], error["type"]) == (404, 404, "not_found_error")

@@ -27,8 +27,8 @@ class Call:
     def __init__(self, stream: OutputStream, number: int, samples: int = 1, room: int = 100) -> None:
         self.outbox = Outbox(room)
         self.number = number
-        running: Any = SimpleNamespace(outbox=self.outbox, num_samples=samples)
-        sample: Any = SimpleNamespace(request_id=f"r{number}", params=PARAMS)
+        running: Any = SimpleNamespace(outbox=self.outbox, num_samples=samples, tokenizer=None)
+        sample: Any = SimpleNamespace(request_id=f"r{number}", params=PARAMS, token_texts=False)
         self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, (), "", number)))
 
     def draw(self, token_id: int, index: int = 0) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from corun.errors import ContractMismatchError, CorunError, DataLossError, InternalError, UnavailableError
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    InternalError,
+    OverloadedError,
+    UnavailableError,
+)
 from corun.types import FinishReason, NodeState
 from router import sample
 from router.text import VERSION
@@ -98,6 +105,12 @@ FAULTS = {
     ),
     "prefill fails": Fault(victim="p1", engine={"errors": [RuntimeError("secret")]}, retries="fault"),
     "decode fails": Fault(victim="d1", engine={"fail_after": 5}, retries="fault"),
+    # As when a constraint was not tried in time, because those of others came first.
+    "decode has too much else to do, again and again": Fault(
+        victim="d1",
+        engine={"start_errors": [OverloadedError("others came first", 0.0) for _ in range(7)]},
+        retries="fault",
+    ),
     "prefill hangs": Fault(
         victim="p1", settings=TWO | {"prefill_timeout_s": 1.0}, engine={"hanging": True}, retries="fault"
     ),

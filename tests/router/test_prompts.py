@@ -174,6 +174,24 @@ async def test_texts_that_wait_are_bounded_in_each_lane_and_of_each_client(
         assert all([await calls[i] for i in (0, 1, 3, 4)])
 
 
+async def test_what_a_finished_request_gets_waits_and_is_never_refused(
+    tokenizer: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts for what comes after it. The control is work that nobody has finished."""
+    monkeypatch.setattr(prompts, "MAX_WAITING", 100)
+    encoder, deadline = PromptEncoder(), asyncio.get_running_loop().time() + FAR_S
+    held = threading.Event()
+    first = asyncio.ensure_future(encoder.read(held.wait, 1, deadline, "a"))
+    await asyncio.sleep(0)
+    due = asyncio.ensure_future(encoder.read(lambda: "texts", 100, deadline, "a", is_due=True))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="bytes of text wait"):
+        await encoder.read(lambda: "texts", 1, deadline, "b")
+    held.set()
+    assert (await first, await due) == (True, "texts")
+    encoder.close()
+
+
 async def test_clients_take_turns_however_many_texts_each_has(tokenizer: Gate) -> None:
     sizes = [OTHER, LONG, OTHER + 1, OTHER + 2, OTHER + 3, OTHER + 4]
     async with encoding(tokenizer, sizes, "aaaabb") as calls:

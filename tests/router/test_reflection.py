@@ -16,13 +16,14 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from corun.errors import DeadlineError, InvalidArgumentError, UnauthenticatedError
+from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, UnauthenticatedError
 from corun.params import SamplingParams
 from corun.rpc.auth import bearer
 from corun.rpc.channel import Access, channel
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import expected
 from router.app import OF_CLIENTS
+from router.reflection import MAX_STREAMS, MAX_STREAMS_OF_CLIENT
 from tests.answers import refusal
 from tests.clusters import FakeCluster, cluster, generate
 from tests.secrets import Secrets
@@ -158,3 +159,35 @@ async def test_a_message_that_is_none_is_refused(model: str) -> None:
             error = await refusal(call(iter([bad]), timeout=WAIT_S).read())
             assert isinstance(error, InvalidArgumentError)
             assert limit in str(error)
+
+
+@pytest.mark.parametrize("of_client", [MAX_STREAMS_OF_CLIENT, 100], ids=["of a client", "in all"])
+async def test_streams_of_questions_are_bounded(model: str, of_client: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may ask all the time, and answers are made in the router's loop. An ended one gives its place back."""
+    monkeypatch.setattr("router.reflection.MAX_STREAMS_OF_CLIENT", of_client)
+    async with cluster(model, reflection=True) as fake, channel(fake.address) as link:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(link)  # type: ignore[no-untyped-call]
+        calls = []
+        for _ in range(min(of_client, MAX_STREAMS)):
+            calls.append(stub.ServerReflectionInfo(timeout=WAIT_S))
+            await calls[-1].write(question(list_services=""))
+            assert (await calls[-1].read()).list_services_response.service
+        assert isinstance(await refusal(asked_once(link).read()), OverloadedError)
+        calls.pop().cancel()
+        # A cancelled stream's place is free when the router has heard of it.
+        answer = await answered(link)
+        while answer is None:
+            answer = await answered(link)
+        for call in calls:
+            call.cancel()
+
+
+async def answered(link: Any) -> bytes | None:
+    """The answer to a question; None if it was refused for want of room."""
+    try:
+        answer: bytes = await asked_once(link).read()
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise
+        return None
+    return answer

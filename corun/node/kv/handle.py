@@ -41,6 +41,8 @@ the tokens of all of them, in each."""
 TARGETS_PARAM = "corun_targets"
 """The key in a prefill's `kv_transfer_params` for the token ids to score. The logits of the prompt's last tokens, as
 many as these, each score one. Nobody reads the KV of such a prompt."""
+TOPS_PARAM = "corun_tops"
+"""The key in a sample's `kv_transfer_params` for how many of the likeliest tokens it wants beside each of its own."""
 CHECK_PARAM = "corun_check"
 """The key in a prefill's `kv_transfer_params` for whether the blocks get digests."""
 READER = "/"

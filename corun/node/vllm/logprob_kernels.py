@@ -25,7 +25,7 @@ def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
     Args:
         logits: [rows, vocab], each row contiguous.
-        tokens: [rows] int64, each in the vocabulary.
+        tokens: [rows] int64, or [rows, columns] for several tokens of each row, each in the vocabulary.
     """
     return draw_and_score(lambda given: (tokens, given), logits, changes=False)[1]
 
@@ -50,10 +50,12 @@ def draw_and_score(draw: Draw, logits: torch.Tensor, *, changes: bool) -> tuple[
     largest, sums = (logits.new_empty((rows, parts), dtype=torch.float32) for _ in range(2))
     _sum_parts[(rows, parts)](logits, given, int(changes), logits.stride(0), vocab, largest, sums, PART, num_warps=8)
     tokens, drawn_from = draw(given)
-    found = logits.new_empty(rows, dtype=torch.float32)
+    found = torch.empty_like(tokens, dtype=torch.float32)
     strides = logits.stride(0), drawn_from.stride(0)
     width = triton.next_power_of_2(parts)
-    _combine[(rows,)](logits, drawn_from, *strides, vocab, tokens, largest, sums, parts, found, width, num_warps=1)
+    _combine[(rows, tokens.numel() // rows)](
+        logits, drawn_from, *strides, vocab, tokens, largest, sums, parts, found, width, num_warps=1
+    )
     return tokens, found
 
 
@@ -100,17 +102,19 @@ def _combine(
     found: tl.tensor,
     width: tl.constexpr,
 ) -> None:
-    """Combine the parts of one row, and give its token's log probability."""
+    """Combine the parts of one row, and give the log probability of one of its tokens. How many tokens a row has is
+    no argument, so one compiled kernel serves any number of them."""
     row = tl.program_id(0).to(tl.int64)
+    at = row * tl.num_programs(1) + tl.program_id(1)
     part = tl.arange(0, width)
     inside = part < parts
     each = tl.load(largest + row * parts + part, mask=inside, other=float("-inf"))
     sum_of_each = tl.load(sums + row * parts + part, mask=inside, other=0.0)
     most = tl.max(each)
     total = tl.sum(sum_of_each * tl.exp(each - most))
-    token = tl.minimum(tl.load(tokens + row), vocab - 1)
+    token = tl.minimum(tl.load(tokens + at), vocab - 1)
     raw = tl.load(logits + row * stride + token).to(tl.float32)
     drawn = tl.load(drawn_from + row * drawn_stride + token).to(tl.float32)
     is_finite = drawn - drawn == 0.0
-    tl.store(tokens + row, token)
-    tl.store(found + row, tl.where(is_finite, raw - most - tl.log(total), float("nan")))
+    tl.store(tokens + at, token)
+    tl.store(found + at, tl.where(is_finite, raw - most - tl.log(total), float("nan")))

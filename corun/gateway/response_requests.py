@@ -1,0 +1,200 @@
+"""Read a request for /v1/responses: its items become the messages of a chat, and its fields those of one.
+
+What is stored elsewhere in OpenAI's API is refused here by name: this gateway keeps nothing. This module must not know
+HTTP, nor what answers look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corun.errors import InvalidArgumentError, Shown
+from corun.gateway.chats import ChatRequest, chat_request
+from corun.gateway.requests import Fixed, check_known, read_json, text
+
+_SAME = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
+    # Not OpenAI's; as in chats.
+    *("seed", "request_id", "priority", "top_k", "min_p", "stop", "stop_token_ids", "chat_template_kwargs"),
+    *("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
+)
+"""The fields that mean the same in a chat."""
+_OWN = ("input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "stream_options")
+_STORED = "must be null: nothing is stored here, so each request has its whole conversation as input"
+_FIXED: Fixed = {
+    "store": ((False,), "must be false or null, which means false here: nothing is stored"),
+    "previous_response_id": ((), _STORED),
+    "conversation": ((), _STORED),
+    "background": ((False,), "must be false: an answer that nobody waits for would have to be stored"),
+    "prompt": ((), "must be null: no prompts are stored here"),
+    "include": (([],), "must be empty: /v1/chat/completions gives log probabilities"),
+    "top_logprobs": ((0,), "must be 0: /v1/chat/completions gives log probabilities"),
+    "max_tool_calls": ((), "must be null: the cluster calls no tools itself"),
+    "reasoning": ((), "must be null; chat_template_kwargs sets the variables of the model's chat template"),
+    "truncation": (("disabled",), 'must be "disabled": prompts are never cut'),
+    "context_management": ((), "must be null: prompts are never cut"),
+    "moderation": ((), "must be null: not supported"),
+    "prompt_cache_options": ((), "must be null: the cluster shares prompts by itself"),
+}
+_STREAM_OPTIONS: Fixed = {
+    "stream_options.include_obfuscation": ((False,), "must be false: nothing hides the sizes of events"),
+}
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""The names of a chat's fields here."""
+_MESSAGE = ("type", "role", "content", "id", "status", "phase")
+_CALL = ("type", "call_id", "name", "arguments", "id", "status")
+_OUTPUT = ("type", "call_id", "output", "id", "status")
+_PART = ("type", "text", "annotations", "logprobs")
+_FORMATS = ("type", "name", "description", "schema", "strict")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseRequest:
+    """A request for the answer to a conversation."""
+
+    chat: ChatRequest
+    told: Mapping[str, Any]
+    """What the answer repeats of the request."""
+
+
+def read_response_request(body: bytes, *, request_id: str | None = None) -> ResponseRequest:
+    """Read a request. Errors and arguments are those of `read_request`."""
+    fields = read_json(body)
+    check_known(fields, (*_SAME, *_OWN), _FIXED)
+    instructions, found = text(fields, "instructions"), _text_format(fields.get("text"))
+    tools, choice = _tools(fields.get("tools")), _tool_choice(fields.get("tool_choice"))
+    check_known(_options(fields), (), _STREAM_OPTIONS)
+    asked: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
+    asked |= {"max_completion_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
+    asked["response_format"] = found.get("chat")
+    asked["messages"] = [
+        *([{"role": "system", "content": instructions}] if instructions else []),
+        *_messages(fields.get("input")),
+    ]
+    with named():
+        chat = chat_request(asked, request_id=request_id)
+    names = {**chat.asked.names, "prompt": "input", "max_tokens": "max_output_tokens"}
+    names |= {"structured_outputs": "text.format"} if asked["response_format"] else {}
+    told = {
+        "instructions": instructions,
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "metadata": fields.get("metadata") or {},
+        "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+        "temperature": chat.asked.params.temperature,
+        "text": {"format": found["told"]},
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": fields.get("tools") or [],
+        "top_p": chat.asked.params.top_p,
+        "user": fields.get("user"),
+    }
+    return ResponseRequest(chat=replace(chat, asked=replace(chat.asked, names=names)), told=told)
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Name fields in errors as a client of this API knows them."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        field = error.field
+        for chats, ours in _NAMES.items():
+            if field.startswith(chats):
+                field = ours + field[len(chats) :].replace("json_schema.", "")
+        raise InvalidArgumentError(field.replace(".function.", "."), error.value, error.limit) from error
+
+
+def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    value = fields.get("stream_options")
+    if value is not None and not (isinstance(value, dict) and fields.get("stream") is True):
+        raise InvalidArgumentError("stream_options", value, "must be an object, and null unless stream is true")
+    return {f"stream_options.{name}": option for name, option in (value or {}).items()}
+
+
+def _text_format(value: Any) -> dict[str, Any]:
+    """Return a format as the answer repeats it, and as a chat has it."""
+    if value is not None and (not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"}):
+        raise InvalidArgumentError("text", Shown("a value"), "must be an object with format")
+    if value and value.get("verbosity") not in (None, "medium"):
+        raise InvalidArgumentError("text.verbosity", value["verbosity"], 'must be null or "medium": not supported')
+    form = (value or {}).get("format")
+    if form is None:
+        return {"told": {"type": "text"}}
+    if not isinstance(form, dict) or not form.keys() <= set(_FORMATS):
+        raise InvalidArgumentError("text.format", Shown("a value"), f"must be an object of {', '.join(_FORMATS)}")
+    if form.get("type") != "json_schema":
+        return {"told": form, "chat": form}
+    schema = {name: value for name, value in form.items() if name != "type"}
+    return {"told": form, "chat": {"type": "json_schema", "json_schema": schema}}
+
+
+def _tools(value: Any) -> Any:
+    """Return tools as a chat has them."""
+    if value is None or not isinstance(value, list):
+        return value
+    found = []
+    for i, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            limit = 'must be "function": the cluster has no tools of its own'
+            raise InvalidArgumentError(f"tools[{i}].type", Shown("a value"), limit)
+        found.append({"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}})
+    return found
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"type", "name"}:
+        return {"type": value["type"], "function": {"name": value["name"]}}
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages that the items of an input are."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidArgumentError("input", Shown("a value"), "must be text, or a list of items, not empty")
+    found: list[dict[str, Any]] = []
+    for i, item in enumerate(value):
+        field = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            _check_fields(field, item, _MESSAGE)
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            found.append({"role": role, "content": _content(f"{field}.content", item.get("content"))})
+        elif kind == "function_call":
+            _check_fields(field, item, _CALL)
+            call = {"id": item.get("call_id"), "type": "function"}
+            call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            _check_fields(field, item, _OUTPUT)
+            output = _content(f"{field}.output", item.get("output"))
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        else:
+            limit = "must be message, function_call or function_call_output"
+            raise InvalidArgumentError(f"{field}.type", Shown(str(kind)[:64]), limit)
+    return found
+
+
+def _check_fields(field: str, item: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in item:
+        if name not in known:
+            raise InvalidArgumentError(f"{field}.{name}", Shown("a value"), "is not a known field")
+
+
+def _content(field: str, value: Any) -> Any:
+    """Return contents as a chat has them."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text"):
+            limit = "must be input_text or output_text: the model is given text only"
+            raise InvalidArgumentError(f"{field}[{i}].type", Shown("a value"), limit)
+        _check_fields(f"{field}[{i}]", part, _PART)
+        found.append({"type": "text", "text": part.get("text")})
+    return found
