@@ -33,8 +33,9 @@ REOPEN_S = 0.05
 """The seconds after which a client should come back with another stream when the one it named is not open here."""
 END_S = 1.0
 """The seconds that clients have to learn that their streams end, when the router shuts down."""
-MESSAGE_BYTES = 256 * 1024
-"""The bytes from which on a message of a shared stream takes no further call's responses."""
+MESSAGE_TOKENS = 4096
+"""The tokens from which on a message of a shared stream takes no further call's responses. A token takes about 70
+bytes, or 10 if several of its sample come together."""
 
 
 class Responses(Source):
@@ -52,23 +53,20 @@ class Responses(Source):
         call_number: int = 0,
     ) -> None:
         self._receipts: list[Receipt] = []  # Those that have been sent.
-        self._outbox = running.outbox
+        self.outbox = running.outbox
         self._request_id = sample.request_id
         self._with_logprobs = sample.params.logprobs
         self._first = prompt, fingerprint
         self._call_number = call_number
         self._num_samples = running.num_samples
-        self._heads: dict[int, Any] = {}  # By sample index.
+        self._heads: dict[int, bytes] = {}  # By sample index.
         self._messages: deque[bytes] = deque()
+        self.is_complete = False
+        """Whether the receipts of all samples have been taken."""
 
     @property
     def has_ended(self) -> bool:
-        return len(self._receipts) == self._num_samples and not self._messages
-
-    @property
-    def error(self) -> CorunError | None:
-        """The error that ended the request; None if there was none."""
-        return self._outbox.error
+        return self.is_complete and not self._messages
 
     @property
     def attributes(self) -> dict[str, Value]:
@@ -79,7 +77,7 @@ class Responses(Source):
         }
 
     def listen(self, ready: Callable[[], None] | None) -> None:
-        self._outbox.ready = ready
+        self.outbox.ready = ready
 
     def pull(self) -> bytes | None:
         if not self._messages:
@@ -89,15 +87,20 @@ class Responses(Source):
         return self._messages.popleft() if self._messages else None
 
     def take(self, responses: Any) -> int:
-        """Add all responses that are there now to a message's. Return their bytes.
+        """Add all responses that are there now to a message's. Return the number of their tokens.
 
         Raises the error that ended the request.
         """
-        return sum(self._fill(responses.add(), piece).ByteSize() for piece in self._outbox.take())
+        num_tokens = 0
+        for piece in self.outbox.take():
+            self._fill(responses.add(), piece)
+            num_tokens += len(piece.token_ids)
+        return num_tokens
 
-    def _fill(self, message: Any, piece: Piece) -> Any:
+    def _fill(self, message: Any, piece: Piece) -> None:
         if piece.receipt is not None:
             self._receipts.append(piece.receipt)
+            self.is_complete = len(self._receipts) == self._num_samples
         head = self._heads.get(piece.sample_index)
         if head is None:
             head = codec.response_head(self._request_id, piece.sample_index, piece.seed, self._call_number)
@@ -105,7 +108,7 @@ class Responses(Source):
         logprobs = piece.logprobs if self._with_logprobs else ()
         first, self._first = self._first, ((), "")
         texts = piece.token_texts or ()
-        return codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
+        codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
 
 
 class OutputStream(Source):
@@ -172,15 +175,17 @@ class OutputStream(Source):
             return codec.outputs_response(self.stream_id).SerializeToString()
         if self._has_ended:
             return b""
-        message, size = codec.outputs_response(), 0
-        while self._filled and size < MESSAGE_BYTES:
-            number, responses = next(iter(self._filled.items()))
+        message, num_tokens = codec.outputs_response(), 0
+        taken = message.responses
+        for number, responses in tuple(self._filled.items()):
             del self._filled[number]
-            size += responses.take(message.responses)
-            if responses.has_ended:
+            num_tokens += responses.take(taken)
+            if responses.is_complete:
                 message.ended.append(number)
                 self._last.append(self._calls[number])
-        return message.SerializeToString() if message.responses else None
+            if num_tokens >= MESSAGE_TOKENS:
+                break
+        return message.SerializeToString() if taken else None
 
     def end(self) -> None:
         """End the stream, which no call uses."""
@@ -197,9 +202,9 @@ class OutputStream(Source):
 
     def _note(self, number: int, responses: Responses) -> None:
         """Note that there is something to take, and take it after the step that is being delivered now."""
-        if responses.error is not None:
+        if responses.outbox.error is not None:
             self._filled.pop(number, None)
-            _settle(self._calls[number], responses.error)
+            _settle(self._calls[number], responses.outbox.error)
             return
         self._filled[number] = responses
         if self._turn is None:

@@ -8,7 +8,7 @@ This module must not know nodes, queues or gRPC.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from corun.config.fields import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
@@ -62,8 +62,19 @@ class Outbox:
             found = self._pending[sample_index] = Piece(sample_index, seed)
         return found
 
-    def add(self, piece: Piece, token_id: int, logprob: float, text: str = "", token_text: str | None = None) -> None:
-        """Add a token and new text to a piece. token_text: the token's own text, if the client wants it."""
+    def add(
+        self,
+        sample_index: int,
+        seed: int,
+        token_id: int,
+        logprob: float,
+        text: str = "",
+        token_text: str | None = None,
+    ) -> None:
+        """Add a token and new text of a sample. token_text: the token's own text, if the client wants it."""
+        piece = self._pending.get(sample_index)
+        if piece is None:
+            piece = self._pending[sample_index] = Piece(sample_index, seed)
         piece.token_ids.append(token_id)
         piece.logprobs.append(logprob)
         if token_text is not None:
@@ -77,15 +88,15 @@ class Outbox:
             self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
             self._pending.clear()
             self.overflowed()
-        else:
-            self.notify()
+        elif self.ready is not None:
+            self.ready()
 
     def fail(self, error: CorunError) -> None:
         """End the request with an error. If it fails several times, the first error counts."""
         self.error = self.error or error
         self.notify()
 
-    def take(self) -> Sequence[Piece]:
+    def take(self) -> Iterable[Piece]:
         """Take all output that is there now. Raises the error passed to `fail`."""
         if self.error is not None:
             raise self.error
@@ -93,7 +104,7 @@ class Outbox:
             return ()
         self._num_tokens = 0
         pending, self._pending = self._pending, {}
-        return tuple(pending.values())
+        return pending.values()
 
     def notify(self) -> None:
         """Tell the reader that there is output or an error."""
@@ -189,15 +200,14 @@ class SampleOutput(Output):
             text = self._stops.push(text, armed=self._is_armed)
         if self._resumes:
             return self._take_resumed(token_id, logprob, text, own)
-        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text, own)
-        return self._stops.matched
+        self._outbox.add(self._sample_index, self._seed, token_id, logprob, text, own)
+        return self._has_stops and self._stops.matched
 
     def _take_resumed(self, token_id: int, logprob: float, text: str, own: str | None) -> bool:
         """Finish `take` for a resumed sample, whose first tokens or text the client already has."""
         self._unsent += text
         if self.num_tokens > self._num_received:
-            piece = self._outbox.piece(self._sample_index, self._seed)
-            self._outbox.add(piece, token_id, logprob, self._new_text(), own)
+            self._outbox.add(self._sample_index, self._seed, token_id, logprob, self._new_text(), own)
         elif self.num_tokens == self._num_received:
             self._check_received()
         return self._stops.matched or self.mismatch is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import secrets
@@ -64,6 +65,7 @@ def caller() -> Caller:
     return known or Caller(name=peer_host(peer), is_operator=True)
 
 
+@functools.lru_cache(maxsize=1024)  # One connection has many calls, all with the same name.
 def peer_host(peer: str) -> str:
     """Return the host in gRPC's name for a peer, without the port.
 
@@ -245,6 +247,8 @@ async def _sent(sending: Awaitable[None]) -> None:
 
 async def _close(responses: AsyncGenerator[Any, Any], method: str) -> None:
     """Close a handler and wait for it. A cancellation in the meantime must not cut short its release of resources."""
+    if responses.ag_frame is None:
+        return  # It has ended by itself, as nearly all do, so no task has to close it.
     closing = asyncio.ensure_future(responses.aclose())
     deadline = time.monotonic() + _CLOSE_TIMEOUT_S
     cancelled = False
