@@ -217,7 +217,7 @@ async def _requests(context: Context, patience: Patience) -> AsyncIterator[Any]:
 
 
 async def _write(responses: Any, context: Context, patience: Patience, method: str) -> None:
-    """Write what a handler yields, and close the handler in the end."""
+    """Write what a handler yields, and close the handler if it does not come to its end."""
     if not isinstance(responses, AsyncGenerator):
         await responses  # The handler writes by itself.
         return
@@ -234,8 +234,9 @@ async def _write(responses: Any, context: Context, patience: Patience, method: s
                     await Pump(response, context, patience).run()
                 else:
                     await _sent(context.write(response))
-    finally:
+    except BaseException:  # Otherwise the handler has ended by itself, and holds nothing.
         await _close(responses, method)
+        raise
 
 
 async def _sent(sending: Awaitable[None]) -> None:
@@ -247,8 +248,6 @@ async def _sent(sending: Awaitable[None]) -> None:
 
 async def _close(responses: AsyncGenerator[Any, Any], method: str) -> None:
     """Close a handler and wait for it. A cancellation in the meantime must not cut short its release of resources."""
-    if responses.ag_frame is None:
-        return  # It has ended by itself, as nearly all do, so no task has to close it.
     closing = asyncio.ensure_future(responses.aclose())
     deadline = time.monotonic() + _CLOSE_TIMEOUT_S
     cancelled = False
