@@ -20,7 +20,6 @@ from corun.receipt import Receipt
 from corun.rpc import codec
 from corun.rpc.pump import Source
 from router.attempt import SampleTask
-from router.output import Piece
 from router.request import RunningRequest
 
 IDLE_S = 60.0
@@ -39,7 +38,7 @@ bytes, or 10 if several of its sample come together."""
 
 
 class Responses(Source):
-    """The responses of one request. Most tokens get a response of their own.
+    """The responses of one request. Most tokens get a response of their own, so all is done in few calls.
 
     prompt, fingerprint: what only the first response says. call_number: the call's number on a shared stream.
     """
@@ -93,22 +92,26 @@ class Responses(Source):
         """
         num_tokens = 0
         for piece in self.outbox.take():
-            self._fill(responses.add(), piece)
+            if piece.receipt is not None:
+                self._receipts.append(piece.receipt)
+                self.is_complete = len(self._receipts) == self._num_samples
+            head = self._heads.get(piece.sample_index)
+            if head is None:
+                head = codec.response_head(self._request_id, piece.sample_index, piece.seed, self._call_number)
+                self._heads[piece.sample_index] = head
+            first, self._first = self._first, ((), "")
+            codec.fill_response(
+                responses.add(),
+                head,
+                piece.text,
+                piece.token_ids,
+                piece.logprobs if self._with_logprobs else (),
+                piece.receipt,
+                *first,
+                piece.token_texts or (),
+            )
             num_tokens += len(piece.token_ids)
         return num_tokens
-
-    def _fill(self, message: Any, piece: Piece) -> None:
-        if piece.receipt is not None:
-            self._receipts.append(piece.receipt)
-            self.is_complete = len(self._receipts) == self._num_samples
-        head = self._heads.get(piece.sample_index)
-        if head is None:
-            head = codec.response_head(self._request_id, piece.sample_index, piece.seed, self._call_number)
-            self._heads[piece.sample_index] = head
-        logprobs = piece.logprobs if self._with_logprobs else ()
-        first, self._first = self._first, ((), "")
-        texts = piece.token_texts or ()
-        codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
 
 
 class OutputStream(Source):
