@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -60,7 +60,6 @@ class NodeClient:
         self._clock = clock
         self._channel = channel(info.address, access=access)
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._calls: set[asyncio.Future[None]] = set()  # One for each call in flight: done when nobody waits any more.
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -82,8 +81,6 @@ class NodeClient:
         """Give the node up. Every call in flight ends with UnavailableError, and no further call is made."""
         if not self._gone.done():
             self._gone.set_result(reason)
-        for over in self._calls:
-            _settle(over)
 
     async def close(self) -> None:
         """Wait for the calls that give something back, then drop the node and close the channel."""
@@ -95,28 +92,21 @@ class NodeClient:
         await self._channel.close(None)
 
     async def _call(
-        self, method: Callable[..., Any], request: object, timeout_s: float, metadata: Metadata = ()
+        self, method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata = ()
     ) -> Any:
         if self._gone.done():
             raise self._gone_error()
-        call = method(request, timeout=max(timeout_s, 0), metadata=metadata)
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        call.add_done_callback(lambda _: _settle(over))
-        self._calls.add(over)
+        answer = asyncio.ensure_future(_answer(method, request, timeout_s, metadata))
         try:
-            await over  # Not the call itself: CANCELLED from the other side would look like this task's cancellation.
+            await asyncio.wait((answer, self._gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._calls.discard(over)
-            is_over = call.done()
-            call.cancel()  # This does nothing to a finished call.
-        if not is_over:
+            answer.add_done_callback(_retrieve)
+            answer.cancel()  # This does nothing to a finished call.
+        if not answer.done():
             raise self._gone_error()
-        if call.cancelled():
+        if answer.cancelled():  # grpc.aio reports CANCELLED from the other side in this way.
             raise CancelledByPeerError(f"{self.ref.node_id} cancelled the call")
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        return answer.result()
 
     def _gone_error(self) -> UnavailableError:
         return UnavailableError(f"{self.ref.node_id}: {self._gone.result()}")
@@ -465,9 +455,11 @@ class DecodeClient(NodeClient):
                 ended.end(reason, end.detail, not_finite=end.not_finite, invalid=end.invalid)
 
 
-def _settle(over: asyncio.Future[None]) -> None:
-    if not over.done():
-        over.set_result(None)
+async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:
+    try:
+        return await method(request, timeout=max(timeout_s, 0), metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
