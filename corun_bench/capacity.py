@@ -4,8 +4,8 @@ Two paths are measured on this machine, one after the other: through `python -m 
 connection, as the SDK has it, and straight from the fake nodes over a bare gRPC stream per sample. `--separate` adds a
 third: through the router with a stream for each sample, as other clients may have it. A token's delay is the time from
 the emission of its step until the client has read it. The router adds the difference of its path's quantiles and the
-bare path's. This difference may be negative: without a router, each node has to serve its streams by itself. Routers,
-nodes and clients share the machine's cores.
+bare path's. This difference may be negative: without a router, each node has to serve its streams by itself. Meanwhile
+empty calls show how far the router's event loop is behind. Routers, nodes and clients share the machine's cores.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import platform
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import corun
 from corun.client.client import Client
@@ -35,7 +39,7 @@ from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu
 from corun_bench.fake_node import DIRECT_METHOD
-from corun_bench.options import MAX_NODES, CapacityOptions, plain
+from corun_bench.options import CapacityOptions, plain
 
 GOAL_MS = 5.0
 """The longest delay that a router may add, in milliseconds."""
@@ -50,6 +54,8 @@ DRAIN_S = 150.0
 """The time for clients to receive the samples in flight and to read them, in seconds."""
 END_S = 30.0
 """The time for fake nodes to end after they are told to, in seconds."""
+PROBE_S, PROBE_TIMEOUT_S = 0.02, 30.0
+"""The time between two empty calls, and the longest one, in seconds."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _KINDS = {"router": "router", "client": "clients"}
 
@@ -77,15 +83,14 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
     return {**result, "carried": is_carried(result), "runs": runs}
 
 
-def search(setup: CapacityOptions) -> dict[str, Any]:
-    """Measure with one more decode node each time, as long as the router carries them."""
-    runs: list[dict[str, Any]] = []
-    for decode_nodes in range(1, MAX_NODES + 1):
-        runs.append(measure(replace(setup, decode_nodes=decode_nodes)))
-        if not runs[-1]["carried"]:
-            break
+def sweep(setup: CapacityOptions, counts: Sequence[int]) -> dict[str, Any]:
+    """Measure with each of these numbers of decode nodes, one after the other."""
+    setups = [replace(setup, decode_nodes=count) for count in counts]
+    for one in setups:
+        one.check()
+    runs = [measure(one) for one in setups]
     carried = [run["conditions"]["decode_nodes"] for run in runs if run["carried"]]
-    return {"conditions": runs[0]["conditions"], "carried_decode_nodes": max(carried, default=0), "searched": runs}
+    return {"conditions": runs[0]["conditions"], "carried_decode_nodes": max(carried, default=0), "sweep": runs}
 
 
 def is_carried(result: Mapping[str, Any]) -> bool:
@@ -134,23 +139,71 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             # No audits: they would run samples again, as extra load that is not measured.
             flags = ("--router-id", f"r{index}", "--audit-fraction", "0")
             processes.start(f"router-{index}", "router", "--port", str(port), *flags)
-        for role, index in nodes if direct else [("prefill", 0), *nodes]:
+        # Several, so that a larger load does not wait for one process of them.
+        prefills = [("prefill", index) for index in range(-(-setup.decode_nodes // 2))]
+        for role, index in nodes if direct else [*prefills, *nodes]:
             options = {"role": role, "index": index, "model": str(tiny.ensure()), "slots": setup.slots}
             options |= {"step_ms": setup.step_ms, "routers": addresses, "port": ports[index] if direct else 0}
             processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
         for address in () if direct else addresses:
             with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
                 what = f"router {address} does not use all nodes"
-                _await(processes, what, functools.partial(_are_ready, client, 1 + setup.decode_nodes))
-        began, ended, used, rss = _load(setup, processes, METHODS[path], addresses)
+                _await(processes, what, functools.partial(_are_ready, client, len(prefills) + len(nodes)))
+        probe = Probe(() if direct else addresses)
+        began, ended, used, rss = _load(setup, processes, METHODS[path], addresses, probe)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
-        return {**_figures(setup, clients, (began, ended), used), "rss_mib": rss}
+        answers = {} if direct else {"empty_call_ms": probe.quantiles()}
+        return {**_figures(setup, clients, (began, ended), used), **answers, "rss_mib": rss}
+
+
+class Probe:
+    """Measures empty calls of routers, one after the other, in the background of a `with` block.
+
+    A call waits until all that is in its router's event loop has had its turn, so its time is the loop's lag and a
+    little more. No addresses: nothing is called.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._times: list[float] = []  # The time of each call, in seconds.
+        self._error: grpc.RpcError | None = None
+        self._addresses = addresses
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def quantiles(self) -> dict[str, float]:
+        """Return the quantiles of the calls' times in milliseconds. Raises UnavailableError if a call failed."""
+        if self._error is not None:
+            raise UnavailableError(f"an empty call of a router failed: {self._error}")
+        return quantiles(self._times)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        channels = [grpc.insecure_channel(address) for address in self._addresses]
+        stubs = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+        for stub in itertools.cycle(stubs):
+            if self._over.wait(PROBE_S):
+                break
+            began = time.monotonic()
+            try:
+                stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+            except grpc.RpcError as error:
+                self._error = error
+                break
+            self._times.append(time.monotonic() - began)
+        for channel in channels:
+            channel.close()
 
 
 def _load(
-    setup: CapacityOptions, processes: Processes, method: str, addresses: Sequence[str]
+    setup: CapacityOptions, processes: Processes, method: str, addresses: Sequence[str], probe: Probe
 ) -> tuple[float, float, dict[str, float], dict[str, float]]:
     """Put the load on a path.
 
@@ -165,7 +218,8 @@ def _load(
         _await(processes, f"{name} is not up", (processes.logs / f"{name}.ready").exists)
     processes.wait(setup.ramp_s + setup.warmup_s)
     began, before = time.monotonic(), _by_kind(processes.cpu_s())
-    processes.wait(setup.seconds)
+    with probe:
+        processes.wait(setup.seconds)
     ended, after = time.monotonic(), _by_kind(processes.cpu_s())
     used = {kind: sum(after[kind]) - sum(before[kind]) for kind in after}
     rss = {kind: max(sizes) for kind, sizes in _by_kind(processes.memory()).items()}
@@ -185,12 +239,14 @@ def _figures(
     times = [time for result in results for time in result["times"]]
     came = sum(began <= at <= ended for at, _ in times)
     delays = [delay for at, delay in times if began <= at - delay <= ended]
+    gaps = [gap for result in results for at, gap in result["gaps"] if began <= at <= ended]
     seconds = ended - began
     latency = quantiles(delays)  # Raises if nothing came.
     return {
         "offered_tokens_per_s": round(setup.offered, 1),
         "tokens_per_s": round(came / seconds, 1),
         "latency_ms": latency,
+        "itl_ms": quantiles(gaps),
         "ttft_ms": quantiles(firsts),
         "cpu_s_per_1000_tokens": {kind: round(1000 * cpu / came, 4) for kind, cpu in used.items()},
         "cores": {kind: round(cpu / seconds, 3) for kind, cpu in used.items()},
@@ -236,25 +292,29 @@ def report(result: Mapping[str, Any]) -> list[str]:
     """Return the conditions and the table as lines of text."""
     given = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
     lines = [f"conditions: {given}"]
-    for run in result.get("searched", (result,)):
+    for run in result.get("sweep", (result,)):
         lines += _table(run)
-    if "searched" in result:
+    if "sweep" in result:
         lines.append(f"carried: {result['carried_decode_nodes']} decode nodes")
     return lines
 
 
 def _table(run: Mapping[str, Any]) -> list[str]:
     setup, router = run["conditions"], run["router"]
-    head = f"{'':8}{'tokens/s':>10}" + "".join(f"{name + ' ms':>10}" for name in SHARES) + f"{'TTFT p99':>10}"
+    names = [*(f"{name} ms" for name in SHARES), "ITL p99", "TTFT p99", "call p99"]
+    head = f"{'':8}{'tokens/s':>10}" + "".join(f"{name:>10}" for name in names)
     lines = [f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms", head]
     paths = [path for path in METHODS if path in run]
     for path in paths:
-        delays = "".join(f"{run[path]['latency_ms'][name]:>10.2f}" for name in SHARES)
-        lines.append(f"{path:8}{run[path]['tokens_per_s']:>10.0f}{delays}{run[path]['ttft_ms']['p99']:>10.1f}")
+        figures = run[path]
+        times = [*figures["latency_ms"].values(), figures["itl_ms"]["p99"], figures["ttft_ms"]["p99"]]
+        times += [figures["empty_call_ms"]["p99"]] if "empty_call_ms" in figures else []
+        lines.append(f"{path:8}{figures['tokens_per_s']:>10.0f}" + "".join(f"{each:>10.2f}" for each in times))
     lines.append(f"{'added':8}{'':10}" + "".join(f"{run['added_ms'][name]:>10.2f}" for name in SHARES))
     for path in paths:
-        cpu = ", ".join(f"{kind} {1000 * value:.1f}" for kind, value in run[path]["cpu_s_per_1000_tokens"].items())
-        lines.append(f"{path}: CPU ms per 1000 tokens: {cpu}")
+        used, cores = run[path]["cpu_s_per_1000_tokens"], run[path]["cores"]
+        shown = ", ".join(f"{kind} {1000 * used[kind]:.1f} ({cores[kind]:.2f} cores)" for kind in used)
+        lines.append(f"{path}: CPU us per token: {shown}")
     lines.append(f"router RSS {router['rss_mib']['router']:.0f} MiB")
     wrong = f"{router['wrong']} of {router['samples']} samples wrong"
     verdict = "carried" if run["carried"] else "not carried"

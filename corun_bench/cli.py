@@ -168,16 +168,16 @@ class RouterBench(CapacityOptions, OneLine):
 
     examples:
       corun bench router                          two decode nodes of 256 slots, a step every 30 ms
-      corun bench router --search                 add one decode node at a time, until there are too many
+      corun bench router --sweep 1 2 3 4          one decode node, then two, until there are too many
       corun bench router --repeats 5 -o cap.json  medians of five
     """
 
-    search: bool = False
-    """Find how many decode nodes the router carries: add one at a time until the router is too slow."""
+    sweep: tuple[int, ...] = ()
+    """Numbers of decode nodes to measure one after the other, to find how many the router carries."""
 
     def run(self) -> int:
         capacity = _load("corun_bench.capacity", "corun bench router", "router")
-        result = capacity.search(self) if self.search else capacity.measure(self)
+        result = capacity.sweep(self, self.sweep) if self.sweep else capacity.measure(self)
         print("\n".join(capacity.report(result)))
         self.finish(result)
         return 0

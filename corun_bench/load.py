@@ -27,6 +27,8 @@ from corun_bench.driver import Outcome, Request
 from corun_bench.options import CapacityOptions, plain
 
 CONNECT_S = 60.0
+CONNECTION_SAMPLES = 512
+"""The samples in flight on one connection, of which servers allow 1024, if there are not more addresses."""
 DRAIN_S = 120.0
 """The time for samples that still run at the end to finish, in seconds."""
 FIRST_TOKEN, NUM_TOKENS = 256, 128
@@ -50,6 +52,8 @@ class LoadResults:
     """For each sample: when it was requested, and when its first token came."""
     times: list[tuple[float, float]] = field(default_factory=list)
     """For each token: when it came, and how long it was on the way."""
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """For each token but a sample's first: when it came, and how long after the one before."""
 
 
 def time_code(at: float) -> float:
@@ -77,8 +81,7 @@ class Load:
         self._concurrency += index < setup.samples % setup.client_processes
         self._draw = random.Random(index)
         self._method = method
-        # On both paths there is at least one connection per decode node.
-        self._addresses = [*addresses] * -(-setup.decode_nodes // len(addresses))
+        self._addresses = [*addresses] * -(-self._concurrency // (CONNECTION_SAMPLES * len(addresses)))
 
     async def run(self, stop: asyncio.Event) -> LoadResults:
         """Run until `stop` is set, then wait for the samples in flight."""
@@ -130,6 +133,8 @@ def _read(outcome: Outcome, results: LoadResults) -> str:
     for at, count in outcome.arrivals:
         for code in itertools.islice(codes, count):
             results.times.append((at, age_s(code, at)))
+    came = [at for at, count in outcome.arrivals for _ in range(count)]
+    results.gaps += [(at, at - before) for before, at in itertools.pairwise(came)]
     if len(outcome.token_ids) != (wanted := outcome.request.max_tokens):
         return f"{len(outcome.token_ids)} of {wanted} tokens came; {outcome.error}"
     if any((after - before) % NUM_TOKENS != 1 for before, after in itertools.pairwise(outcome.token_ids)):

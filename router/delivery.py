@@ -19,8 +19,9 @@ from corun.observe.tracing import Value
 from corun.receipt import Receipt
 from corun.rpc import codec
 from corun.rpc.pump import Source
+from corun.types import Alternatives
 from router.attempt import SampleTask
-from router.output import Piece
+from router.output import tokens_of
 from router.request import RunningRequest
 
 IDLE_S = 60.0
@@ -33,12 +34,13 @@ REOPEN_S = 0.05
 """The seconds after which a client should come back with another stream when the one it named is not open here."""
 END_S = 1.0
 """The seconds that clients have to learn that their streams end, when the router shuts down."""
-MESSAGE_BYTES = 256 * 1024
-"""The bytes from which on a message of a shared stream takes no further call's responses."""
+MESSAGE_TOKENS = 4096
+"""The tokens from which on a message of a shared stream takes no further call's responses. A token takes about 70
+bytes, or 10 if several of its sample come together."""
 
 
 class Responses(Source):
-    """The responses of one request. Most tokens get a response of their own.
+    """The responses of one request. Most tokens get a response of their own, so all is done in few calls.
 
     prompt, fingerprint: what only the first response says. call_number: the call's number on a shared stream.
     """
@@ -52,7 +54,7 @@ class Responses(Source):
         call_number: int = 0,
     ) -> None:
         self._receipts: list[Receipt] = []  # Those that have been sent.
-        self._outbox = running.outbox
+        self.outbox = running.outbox
         self._request_id = sample.request_id
         self._with_logprobs = sample.params.logprobs
         # Alternatives get their texts when they are sent, each of which a tokenizer finds once.
@@ -60,17 +62,14 @@ class Responses(Source):
         self._first = prompt, fingerprint
         self._call_number = call_number
         self._num_samples = running.num_samples
-        self._heads: dict[int, Any] = {}  # By sample index.
+        self._heads: dict[int, bytes] = {}  # By sample index.
         self._messages: deque[bytes] = deque()
+        self.is_complete = False
+        """Whether the receipts of all samples have been taken."""
 
     @property
     def has_ended(self) -> bool:
-        return len(self._receipts) == self._num_samples and not self._messages
-
-    @property
-    def error(self) -> CorunError | None:
-        """The error that ended the request; None if there was none."""
-        return self._outbox.error
+        return self.is_complete and not self._messages
 
     @property
     def attributes(self) -> dict[str, Value]:
@@ -81,7 +80,7 @@ class Responses(Source):
         }
 
     def listen(self, ready: Callable[[], None] | None) -> None:
-        self._outbox.ready = ready
+        self.outbox.ready = ready
 
     def pull(self) -> bytes | None:
         if not self._messages:
@@ -91,27 +90,41 @@ class Responses(Source):
         return self._messages.popleft() if self._messages else None
 
     def take(self, responses: Any) -> int:
-        """Add all responses that are there now to a message's. Return their bytes.
+        """Add all responses that are there now to a message's. Return the number of their tokens.
 
         Raises the error that ended the request.
         """
-        return sum(self._fill(responses.add(), piece).ByteSize() for piece in self._outbox.take())
+        num_tokens = 0
+        for piece in self.outbox.take():
+            if piece.receipt is not None:
+                self._receipts.append(piece.receipt)
+                self.is_complete = len(self._receipts) == self._num_samples
+            head = self._heads.get(piece.sample_index)
+            if head is None:
+                head = codec.response_head(self._request_id, piece.sample_index, piece.seed, self._call_number)
+                self._heads[piece.sample_index] = head
+            first, self._first = self._first, ((), "")
+            response = codec.fill_response(
+                responses.add(),
+                head,
+                piece.text,
+                piece.token_ids,
+                piece.logprobs if self._with_logprobs else (),
+                piece.receipt,
+                *first,
+                piece.token_texts or (),
+            )
+            num_tokens += len(piece.token_ids)
+            if piece.tops:
+                num_tokens += self._add_alternatives(response, piece.tops)
+        return num_tokens
 
-    def _fill(self, message: Any, piece: Piece) -> Any:
-        if piece.receipt is not None:
-            self._receipts.append(piece.receipt)
-        head = self._heads.get(piece.sample_index)
-        if head is None:
-            head = codec.response_head(self._request_id, piece.sample_index, piece.seed, self._call_number)
-            self._heads[piece.sample_index] = head
-        logprobs = piece.logprobs if self._with_logprobs else ()
-        first, self._first = self._first, ((), "")
-        texts = piece.token_texts or ()
-        codec.fill_response(message, head, piece.text, piece.token_ids, logprobs, piece.receipt, *first, texts)
-        for tops in piece.tops or ():
-            of_tops = self._texts_alone(tops.token_ids) if self._texts_alone else ()
-            codec.add_alternatives(message, tops._replace(texts=of_tops))
-        return message
+    def _add_alternatives(self, response: Any, tops: Sequence[Alternatives]) -> int:
+        """Add the alternatives of a response's tokens. Return how many tokens they count as."""
+        for each in tops:
+            texts = self._texts_alone(each.token_ids) if self._texts_alone else ()
+            codec.add_alternatives(response, each._replace(texts=texts))
+        return sum(map(tokens_of, tops))
 
 
 class OutputStream(Source):
@@ -178,15 +191,17 @@ class OutputStream(Source):
             return codec.outputs_response(self.stream_id).SerializeToString()
         if self._has_ended:
             return b""
-        message, size = codec.outputs_response(), 0
-        while self._filled and size < MESSAGE_BYTES:
-            number, responses = next(iter(self._filled.items()))
+        message, num_tokens = codec.outputs_response(), 0
+        taken = message.responses
+        for number, responses in tuple(self._filled.items()):
             del self._filled[number]
-            size += responses.take(message.responses)
-            if responses.has_ended:
+            num_tokens += responses.take(taken)
+            if responses.is_complete:
                 message.ended.append(number)
                 self._last.append(self._calls[number])
-        return message.SerializeToString() if message.responses else None
+            if num_tokens >= MESSAGE_TOKENS:
+                break
+        return message.SerializeToString() if taken else None
 
     def end(self) -> None:
         """End the stream, which no call uses."""
@@ -203,9 +218,9 @@ class OutputStream(Source):
 
     def _note(self, number: int, responses: Responses) -> None:
         """Note that there is something to take, and take it after the step that is being delivered now."""
-        if responses.error is not None:
+        if responses.outbox.error is not None:
             self._filled.pop(number, None)
-            _settle(self._calls[number], responses.error)
+            _settle(self._calls[number], responses.outbox.error)
             return
         self._filled[number] = responses
         if self._turn is None:

@@ -8,7 +8,7 @@ This module must not know nodes, queues or gRPC.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from corun.config.fields import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
@@ -23,6 +23,11 @@ TOPS_OF_A_TOKEN = 4
 """How many alternatives take as much room in an outbox as a token."""
 _pack = RECORD.pack
 _RECORD_SIZE = RECORD.size
+
+
+def tokens_of(tops: Alternatives) -> int:
+    """Return as how many tokens the alternatives of one token count."""
+    return -(-len(tops.token_ids) // TOPS_OF_A_TOKEN)
 
 
 class Piece:
@@ -68,15 +73,19 @@ class Outbox:
 
     def add(
         self,
-        piece: Piece,
+        sample_index: int,
+        seed: int,
         token_id: int,
         logprob: float,
         text: str = "",
         token_text: str | None = None,
         tops: Alternatives = NO_ALTERNATIVES,
     ) -> None:
-        """Add a token and new text to a piece. token_text: the token's own text, if the client wants it. tops: the
+        """Add a token and new text of a sample. token_text: the token's own text, if the client wants it. tops: the
         token's alternatives, if the client wants them. Four of them count as one more token that waits."""
+        piece = self._pending.get(sample_index)
+        if piece is None:
+            piece = self._pending[sample_index] = Piece(sample_index, seed)
         piece.token_ids.append(token_id)
         piece.logprobs.append(logprob)
         if token_text is not None:
@@ -87,22 +96,22 @@ class Outbox:
         if tops.token_ids:
             piece.tops = piece.tops or []
             piece.tops.append(tops)
-            self._num_tokens += -(-len(tops.token_ids) // TOPS_OF_A_TOKEN)
+            self._num_tokens += tokens_of(tops)
         self._num_tokens += 1
         if self._num_tokens > self._max_tokens and self.error is None:
             waiting = f"{self._max_tokens} tokens wait for the client, as many as may"
             self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
             self._pending.clear()
             self.overflowed()
-        else:
-            self.notify()
+        elif self.ready is not None:
+            self.ready()
 
     def fail(self, error: CorunError) -> None:
         """End the request with an error. If it fails several times, the first error counts."""
         self.error = self.error or error
         self.notify()
 
-    def take(self) -> Sequence[Piece]:
+    def take(self) -> Iterable[Piece]:
         """Take all output that is there now. Raises the error passed to `fail`."""
         if self.error is not None:
             raise self.error
@@ -110,7 +119,7 @@ class Outbox:
             return ()
         self._num_tokens = 0
         pending, self._pending = self._pending, {}
-        return tuple(pending.values())
+        return pending.values()
 
     def notify(self) -> None:
         """Tell the reader that there is output or an error."""
@@ -207,15 +216,14 @@ class SampleOutput(Output):
             text = self._stops.push(text, armed=self._is_armed)
         if self._resumes:
             return self._take_resumed(token_id, logprob, text, own, tops)
-        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text, own, tops)
-        return self._stops.matched
+        self._outbox.add(self._sample_index, self._seed, token_id, logprob, text, own, tops)
+        return self._has_stops and self._stops.matched
 
     def _take_resumed(self, token_id: int, logprob: float, text: str, own: str | None, tops: Alternatives) -> bool:
         """Finish `take` for a resumed sample, whose first tokens or text the client already has."""
         self._unsent += text
         if self.num_tokens > self._num_received:
-            piece = self._outbox.piece(self._sample_index, self._seed)
-            self._outbox.add(piece, token_id, logprob, self._new_text(), own, tops)
+            self._outbox.add(self._sample_index, self._seed, token_id, logprob, self._new_text(), own, tops)
         elif self.num_tokens == self._num_received:
             self._check_received()
         return self._stops.matched or self.mismatch is not None

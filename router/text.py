@@ -46,6 +46,7 @@ class Tokenizer:
         """The most UTF-8 bytes of a prompt that one token may stand for."""
         self._token_bytes: dict[int, bytes] = {}
         self._texts_alone: dict[int, str] = {}
+        self._whole_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, model_dir: str) -> Tokenizer:
@@ -105,7 +106,7 @@ class Tokenizer:
         """Return a new detokenizer for one sample, which turns its tokens into text as they come. Together the pieces
         are the decoded text of all tokens."""
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self.token_bytes)
+            return ByteLevelDetokenizer(self.token_bytes, self._whole_texts)
         return WindowDetokenizer(self.decode, self.token)
 
     def token(self, token_id: int) -> str | None:
@@ -152,19 +153,37 @@ class Tokenizer:
 
 
 class ByteLevelDetokenizer:
-    """A detokenizer for byte-level decoders, where a token is a fixed run of bytes. The work per token is constant."""
+    """A detokenizer for byte-level decoders, where a token is a fixed run of bytes. The work per token is constant.
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    whole_texts: the texts of tokens that begin and end between two characters, as nearly all do. All samples may share
+    it, because such a token has the same text wherever it stands between characters.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], whole_texts: dict[int, str]) -> None:
         self._token_bytes = token_bytes
+        self._whole_texts = whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within = False  # Whether the text so far ends within a character.
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes. It is never half a character, and often empty."""
-        return self._utf8.decode(self._token_bytes(token_id))
+        if self._is_within:
+            return self._decode(token_id)
+        text = self._whole_texts.get(token_id)
+        if text is None:
+            text = self._decode(token_id)
+            if not self._is_within:
+                self._whole_texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         """Return the rest of the text when no more tokens come. An unfinished character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)
+
+    def _decode(self, token_id: int) -> str:
+        text = self._utf8.decode(self._token_bytes(token_id))
+        self._is_within = bool(self._utf8.getstate()[0])
+        return text
 
 
 class WindowDetokenizer:

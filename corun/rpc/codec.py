@@ -276,11 +276,11 @@ def priority_from_proto(number: cluster_pb2.Priority) -> Priority:
     return Priority.NORMAL if number == cluster_pb2.PRIORITY_UNSPECIFIED else _known_priority(number)
 
 
-def response_head(request_id: str, sample_index: int, seed: int, call_number: int = 0) -> cluster_pb2.GenerateResponse:
-    """Return what all responses of one sample have in common."""
+def response_head(request_id: str, sample_index: int, seed: int, call_number: int = 0) -> bytes:
+    """Return what all responses of one sample have in common, encoded."""
     return cluster_pb2.GenerateResponse(
         request_id=request_id, sample_index=sample_index, seed=seed, call_number=call_number
-    )
+    ).SerializeToString()
 
 
 def outputs_response(stream_id: str = "") -> cluster_pb2.StreamOutputsResponse:
@@ -290,7 +290,7 @@ def outputs_response(stream_id: str = "") -> cluster_pb2.StreamOutputsResponse:
 
 def fill_response(
     message: cluster_pb2.GenerateResponse,
-    head: cluster_pb2.GenerateResponse,
+    head: bytes,
     text: str,
     token_ids: Sequence[int],
     logprobs: Sequence[float] = (),
@@ -301,12 +301,12 @@ def fill_response(
 ) -> cluster_pb2.GenerateResponse:
     """Fill an empty message with new output of a sample, and return it.
 
-    A router does this for every token. To copy a head takes half as long as to make a message of all fields.
+    A router does this for every token. To parse a head takes less time than to copy one or to set its fields.
 
     logprobs: one fp32 value per token id, or none. token_texts: one text per token id, or none. receipt: only for the
     sample's last message.
     """
-    message.CopyFrom(head)
+    message.MergeFromString(head)
     message.text = text
     message.token_ids.extend(token_ids)
     if logprobs:

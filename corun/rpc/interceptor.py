@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import secrets
@@ -64,6 +65,7 @@ def caller() -> Caller:
     return known or Caller(name=peer_host(peer), is_operator=True)
 
 
+@functools.lru_cache(maxsize=1024)  # One connection has many calls, all with the same name.
 def peer_host(peer: str) -> str:
     """Return the host in gRPC's name for a peer, without the port.
 
@@ -215,7 +217,7 @@ async def _requests(context: Context, patience: Patience) -> AsyncIterator[Any]:
 
 
 async def _write(responses: Any, context: Context, patience: Patience, method: str) -> None:
-    """Write what a handler yields, and close the handler in the end."""
+    """Write what a handler yields, and close the handler if it does not come to its end."""
     if not isinstance(responses, AsyncGenerator):
         await responses  # The handler writes by itself.
         return
@@ -232,8 +234,9 @@ async def _write(responses: Any, context: Context, patience: Patience, method: s
                     await Pump(response, context, patience).run()
                 else:
                     await _sent(context.write(response))
-    finally:
+    except BaseException:  # Otherwise the handler has ended by itself, and holds nothing.
         await _close(responses, method)
+        raise
 
 
 async def _sent(sending: Awaitable[None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun_bench import capacity
-from corun_bench.capacity import _load, _together, is_carried, quantiles
+from corun_bench.capacity import Probe, _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
 from corun_bench.driver import Outcome, Request
@@ -45,17 +45,21 @@ def test_every_token_arrives_and_the_json_has_its_fields(
         assert figures["tokens_per_s"] > 0
         assert set(figures["latency_ms"]) == set(figures["ttft_ms"]) == {"p50", "p90", "p99", "max"}
         assert all(delay > 0 for delay in figures["latency_ms"].values())
+        assert figures["itl_ms"]["p50"] > 0
+        assert ("empty_call_ms" in figures) is (name != "direct")
     assert set(found["router"]["rss_mib"]) == set(found["router"]["cores"]) == {"router", "nodes", "clients"}
     assert set(found["direct"]["cpu_s_per_1000_tokens"]) == {"nodes", "clients"}
     assert found["added_ms"]["p50"] == pytest.approx(
         found["router"]["latency_ms"]["p50"] - found["direct"]["latency_ms"]["p50"], abs=0.01
     )
-    one_more = [{**found, "carried": True}, {**found, "carried": False}]
+    one_more = [{**found, "carried": True, "conditions": {**found["conditions"], "decode_nodes": 1}}]
+    one_more.append({**found, "carried": False})
     monkeypatch.setattr(capacity, "measure", lambda setup: one_more[setup.decode_nodes - 1])
-    assert RouterBench(**{**options, "search": True}).run() == 0
+    assert RouterBench(**{**options, "sweep": (1, 2)}).run() == 0
     *table, line = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("2 x 3 slots") for line in table) == 2
-    assert table[-1] == f"carried: {json.loads(line)['carried_decode_nodes']} decode nodes"
+    assert [line[:5] for line in table if " x 3 slots" in line] == ["1 x 3", "2 x 3"]
+    assert table[-1] == "carried: 1 decode nodes"
+    assert json.loads(line)["carried_decode_nodes"] == 1
 
 
 class LateClients(Processes):
@@ -84,7 +88,7 @@ def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path
     setup = CapacityOptions(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0)
     processes = LateClients(tmp_path)
     with pytest.raises(UnavailableError, match="enough"):
-        _load(setup, processes, "/a.B/C", ["h:1"])
+        _load(setup, processes, "/a.B/C", ["h:1"], Probe(()))
     *polls, ramp, before, measured, after = processes.seen[2:]
     assert (ramp, before, measured, after) == (7.0, "cpu", 20.0, "cpu")
     assert len(polls) == 2

@@ -116,7 +116,7 @@ def test_they_count_while_they_wait_for_a_slow_client() -> None:
     outbox = Outbox(max_tokens=60)
     for number in range(11):
         assert outbox.error is None, number
-        outbox.add(outbox.piece(0, 7), 1, -1.0, tops=tops)
+        outbox.add(0, 7, 1, -1.0, tops=tops)
     assert isinstance(outbox.error, OverloadedError)
 
 

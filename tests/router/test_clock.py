@@ -31,11 +31,11 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "LONGEST_TICK_S", 0.05)
 
 
-def stand_still() -> None:
+def stand_still(seconds: float = STILL_S) -> None:
     """Put the event loop's clock forward, as if the loop had not run for so long. All timers are late then."""
     loop = asyncio.get_running_loop()
     now = loop.time
-    loop.time = lambda: now() + STILL_S  # type: ignore[method-assign]
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 async def test_the_clock_stands_still_with_its_loop(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,6 +80,28 @@ async def test_a_router_that_stood_still_loses_no_node(model: str) -> None:
         (output,) = await run
         assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
         assert not retries(fake)
+
+
+async def test_a_router_with_more_than_it_can_do_is_late_and_loses_no_node(model: str) -> None:
+    """Each step takes it longer than the node, and nearly as long as counts: no stillness excuses the nodes."""
+    async with cluster(model, step_timeout_s=TIMEOUT_S, **HASTY) as fake:
+        client = fake.router.registry._decodes["d1"].client
+        on_step, num_steps = client._on_step, 0
+
+        def late(message: Any) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            stand_still(0.8 * clocks.LONGEST_TICK_S)
+            on_step(message)
+
+        client._on_step = late  # type: ignore[method-assign]
+        before = fake.router.registry.clock.time()
+        (output,) = await generate(fake, PROMPT, PARAMS, seed=1, timeout_s=600.0)
+        assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
+        assert not retries(fake)
+        assert {fake.state(name) for name in ("p1", "d1")} == {NodeState.READY}
+        assert num_steps > 100
+        assert fake.router.registry.clock.time() - before > 2 * TIMEOUT_S
 
 
 async def test_a_node_that_is_silent_is_lost_all_the_same(model: str) -> None:

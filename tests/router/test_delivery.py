@@ -32,7 +32,7 @@ class Call:
         self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, (), "", number)))
 
     def draw(self, token_id: int, index: int = 0) -> None:
-        self.outbox.add(self.outbox.piece(index, 7), token_id, -1.0, "t")
+        self.outbox.add(index, 7, token_id, -1.0, "t")
 
     def finish(self, index: int = 0) -> None:
         self.outbox.piece(index, 7).receipt = replace(RECEIPT, sample_index=index)
@@ -137,7 +137,7 @@ async def test_a_call_that_is_left_sends_nothing_more() -> None:
 
 
 async def test_a_message_has_a_limit_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MESSAGE_BYTES", 60)
+    monkeypatch.setattr(delivery, "MESSAGE_TOKENS", 4)
     _, reader, calls = await opened(*[1] * 6)
     for call in calls:
         call.draw(call.number)

@@ -133,10 +133,10 @@ def test_an_outbox_is_bounded() -> None:
     outbox, told = Outbox(3), []
     outbox.overflowed = lambda: told.append(True)
     for number in range(3):
-        outbox.add(outbox.piece(number % 2, 7), number, -1.0)
+        outbox.add(number % 2, 7, number, -1.0)
     assert [(piece.sample_index, piece.token_ids) for piece in outbox.take()] == [(0, [0, 2]), (1, [1])]
     for number in range(9):
-        outbox.add(outbox.piece(0, 7), number, -1.0)
+        outbox.add(0, 7, number, -1.0)
     assert told == [True]
     with pytest.raises(OverloadedError, match="3 tokens wait for the client, as many as may"):
         outbox.take()

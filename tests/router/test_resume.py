@@ -42,7 +42,7 @@ class Run:
             sample_index=0,
             seed=7,
             params=params,
-            detokenizer=ByteLevelDetokenizer(lambda token_id: bytes([token_id])),
+            detokenizer=ByteLevelDetokenizer(lambda token_id: bytes([token_id]), {}),
             outbox=self.outbox,
             received=received,
             with_token_texts=True,
