@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -17,10 +16,7 @@ from corun.errors import InvalidArgumentError
 from corun.observe import tracing
 from corun.rpc.server import raise_file_limit, run
 from router.app import Router
-
-GC_THRESHOLDS = 50_000, 20, 20
-"""The thresholds of the garbage collector's three generations. The first is the number of allocations, less
-deallocations, that starts a collection of the youngest generation."""
+from router.garbage import FullCollections
 
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
@@ -28,15 +24,12 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     router = Router(config)
     tracing.start("corun-router", router.router_id)
     await router.start()
-    # Make garbage collections rare and leave all present objects out of them. Hardly any object here is part of a
-    # cycle, and the messages of one step reach the usual threshold of 700 objects several times.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    collections = FullCollections(lambda: router.queue.waiting)
     try:
         await stop.wait()
         await router.drain()
     finally:
+        collections.stop()
         await router.stop()
         await tracing.stop()
 
