@@ -1,8 +1,8 @@
 """When Python's garbage collections run in a router's process. The event loop, and all streams, stand still meanwhile.
 
 A collection takes about 1 us for each object that it looks at, and a sample that waits has some 40 of them. A router
-under siege stood still for up to 0.75 s while thousands of samples waited, most likely for this. So automatic collections look at few
-objects, and a full one runs while hardly any sample waits. Must not know what the objects are.
+under siege stood still for up to 0.75 s while thousands of samples waited, most likely for this. So automatic
+collections look at few objects, and a full one runs while hardly any sample waits. Must not know what the objects are.
 """
 
 from __future__ import annotations
