@@ -16,6 +16,7 @@ from corun.gateway.config import GatewayConfig
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.testing.engines import expected
+from tests.answers import until
 from tests.clusters import FakeCluster, cluster
 from tests.secrets import Secrets
 
@@ -69,7 +70,8 @@ async def serving(fake: FakeCluster, **config: Any) -> AsyncIterator[Http]:
     try:
         async with aiohttp.ClientSession() as session:
             yield Http(gateway=gateway, session=session)
-        assert gateway.activity.running == 0 or gateway.activity.draining
+        # Requests of clients that have gone, as of a browser's page, take a moment to end. They must end, though.
+        await until(lambda: gateway.activity.running == 0 or gateway.activity.draining)
     finally:
         await gateway.stop()
 
