@@ -7,7 +7,6 @@ not know tokens, and loads neither torch nor vLLM.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -21,7 +20,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from corun.errors import InvalidArgumentError, Shown, UnavailableError
-from corun.tool_calls import PROBE_MESSAGES, PROBE_TOOLS, CallStyle, style_of
 from corun.types import SpecialToken, TemplateSource
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -108,14 +106,6 @@ class ChatTemplate:
         except Exception as error:  # A template can raise anything. It met this chat, so the chat is what is refused.
             chat = Shown(f"{len(messages)} messages")
             raise InvalidArgumentError("messages", chat, f"the model's chat template refuses them: {error}") from error
-
-    @functools.cached_property
-    def call_style(self) -> CallStyle | None:
-        """How the template writes tool calls; None if it takes no tools, or writes calls in no style that is read."""
-        try:
-            return style_of(self.render(PROBE_MESSAGES, PROBE_TOOLS, add_generation_prompt=False))
-        except InvalidArgumentError:
-            return None
 
     def _check_size(self, messages: Sequence[Message]) -> None:
         """Raise InvalidArgumentError if the contents are too long. Templates that append each message to the text so

@@ -32,17 +32,14 @@ from vllm.v1.request import Request, RequestStatus
 from corun.node.vllm.gpu_lock import DecodeTurn
 from corun.node.vllm.scheduler import ReservingScheduler
 from corun.room import shared_blocks
-from decode_node.masks import MaskBackend
+from decode_node.masks import MaskBackend, RowGrammar
 
 LONGEST_WAIT = "longest_wait_s"
 """The key of the longest wait of a step, in seconds, in the connector's extra configuration; our schedulers read their
 settings there."""
-
-
 MASKS_S = 0.02
 """The processor time, in seconds, that the masks of a step may take; on average, if one mask takes longer. A mask
 mostly takes 0.3 ms, but 20 ms if the constraint holds a text of 60,000 characters."""
-
 ENOUGH_S = 1e-6
 """The time, in seconds, that is too short for any mask."""
 
@@ -103,7 +100,9 @@ class FixedSlotScheduler(ReservingScheduler):
         self._mask_time_s, self._has_begun = min(self._mask_time_s + MASKS_S, MASKS_S), False
         hidden = self._to_rest(rows)
         self._num_resting = len(hidden)
-        self.running = [request for request in self.running if request not in hidden] if hidden else self.running
+        if hidden:
+            names = {request.request_id for request in hidden}
+            self.running = [request for request in self.running if request.request_id not in names]
         try:
             yield
         finally:
@@ -111,12 +110,12 @@ class FixedSlotScheduler(ReservingScheduler):
             self._num_resting = 0
 
     def _to_rest(self, rows: Collection[Request]) -> list[Request]:
+        """Return the constrained rows for whose masks the step has no time: those whose last masks are the newest."""
         constrained = [request for request in rows if request.use_structured_output]
-        constrained.sort(key=lambda request: request.structured_output_request.grammar.filled_at)
         hidden: list[Request] = []
-        for request in constrained:
+        for request in sorted(constrained, key=lambda request: _grammar(request).filled_at):
             if self._mask_time_s > ENOUGH_S:
-                self._mask_time_s -= request.structured_output_request.grammar.fill_s
+                self._mask_time_s -= _grammar(request).fill_s
             elif len(hidden) + 1 < len(rows):  # A step with no row at all would help nobody.
                 hidden.append(request)
         return hidden
@@ -192,7 +191,7 @@ class FixedSlotScheduler(ReservingScheduler):
         if late or self.decoding() >= self.slots or not super()._try_promote_blocked_waiting_request(request):
             return False
         if request.use_structured_output:
-            self._mask_time_s -= request.structured_output_request.grammar.fill_s
+            self._mask_time_s -= _grammar(request).fill_s
             self._has_begun = True
         return True
 
@@ -240,6 +239,11 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         raise RuntimeError(f"request {request.request_id} would be preempted, but its KV room was reserved")
+
+
+def _grammar(request: Request) -> RowGrammar:
+    grammar: RowGrammar = request.structured_output_request.grammar
+    return grammar
 
 
 def alternatives_of(found: LogprobsLists, row: int) -> list[int]:

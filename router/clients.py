@@ -17,22 +17,22 @@ from router.queue import SampleQueue
 
 def clients_of(queue: SampleQueue, nodes: Collection[DecodeNode], viewer: Caller) -> tuple[ClientStatus, ...]:
     """Return the clients that have samples here, by name. The router's own samples, as audits, are nobody's."""
-    callers, running, decoding = dict[str, Caller](), Counter[str](), Counter[str]()
-    for caller, _ in queue.waiting_of():
+    callers, waiting, leased, decoding = dict[str, Caller](), Counter[str](), Counter[str](), Counter[str]()
+    for caller in queue.callers():
         callers[caller.name] = caller
+        waiting[caller.name] += 1
     for lease in (lease for node in nodes for lease in node.client.leases):
-        if isinstance(lease.sample, Attempt):
-            caller = lease.sample.task.caller
-            callers[caller.name] = caller
-            running[caller.name] += 1
-            decoding[caller.name] += lease.first_row_at is not None
-    waiting = {caller.name: count for caller, count in queue.waiting_of()}
+        attempt: Attempt = lease.sample
+        caller = attempt.task.caller
+        callers[caller.name] = caller
+        leased[caller.name] += 1
+        decoding[caller.name] += lease.first_row_at is not None
     return tuple(
         ClientStatus(
             name=name,
             weight=callers[name].weight,
-            waiting_samples=waiting.get(name, 0),
-            leased_samples=running[name],
+            waiting_samples=waiting[name],
+            leased_samples=leased[name],
             decoding_samples=decoding[name],
         )
         for name in sorted(callers)

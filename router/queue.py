@@ -162,8 +162,6 @@ class SampleQueue:
         """The entries aside, each with the timer that ends its wait."""
         self._shares = {priority: FairShare() for priority in Priority}
         self._samples_of: Counter[str] = Counter()  # By client, as the next one.
-        self._callers: dict[str, Caller] = {}
-        """The clients of waiting samples, by name, as they were when the newest of them came."""
         self._tokens_of: Counter[str] = Counter()
         self._waiting_for: Counter[str] = Counter()  # Samples by KV key.
         self._arriving: Counter[str] = Counter()  # Samples by client that have yet to enter.
@@ -190,10 +188,11 @@ class SampleQueue:
         """The number of samples that wait in line, without those aside."""
         return self.waiting - len(self._aside)
 
-    def waiting_of(self) -> Iterator[tuple[Caller, int]]:
-        """Yield the clients with samples that have no placement, and how many they are."""
-        for name, caller in self._callers.items():
-            yield caller, self._samples_of[name]
+    def callers(self) -> Iterator[Caller]:
+        """Yield the client of each sample that has no placement. It takes time for each, so it is for people only."""
+        in_line = (entry for _, entry in self._heap if self._is_in_line(entry))
+        # An entry that has left and come back may be in the heap twice.
+        return (entry.caller for entry in dict.fromkeys(itertools.chain(in_line, self._aside)))
 
     def more_follow(self, kv_key: str) -> bool:
         """Return whether a waiting sample may get the KV with this key, too."""
@@ -326,11 +325,7 @@ class SampleQueue:
     def _count(self, entry: QueueEntry, sign: int) -> None:
         entry.is_waiting = sign > 0
         self.waiting += sign
-        _add(self._samples_of, name := entry.caller.name, sign)
-        if sign > 0:
-            self._callers[name] = entry.caller
-        elif name not in self._samples_of:
-            del self._callers[name]
+        _add(self._samples_of, entry.caller.name, sign)
         _add(self._tokens_of, entry.caller.name, sign * entry.need.num_prompt)
         _add(self._waiting_for, entry.need.kv_key, sign)
 

@@ -27,9 +27,9 @@ from corun.gateway.requests import (
     read_params,
     text,
 )
+from corun.gateway.tool_calls import PROBE_MESSAGES, PROBE_TOOLS, CallStyle, style_of
 from corun.gateway.tools import Calls, ToolUse, check_tools, read_tool_use
 from corun.params import check_text, check_token_ids
-from corun.tool_calls import CallStyle
 from corun.types import TemplateSource
 
 _TEMPLATE = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
@@ -69,6 +69,15 @@ _NO_LIMIT = 2**31 - 1
 
 _compiled = functools.lru_cache(maxsize=8)(ChatTemplate)
 """Compiles a template once, for as long as the routers tell the same one."""
+
+
+@functools.lru_cache(maxsize=8)
+def call_style(template: ChatTemplate) -> CallStyle | None:
+    """Return how a template writes tool calls; None if it takes no tools, or writes calls in no style that is read."""
+    try:
+        return style_of(template.render(PROBE_MESSAGES, PROBE_TOOLS, add_generation_prompt=False))
+    except InvalidArgumentError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +125,7 @@ class ChatRequest:
         """Return the prompt, and how calls are written. Raises InvalidArgumentError as `Chat.render` does, and if the
         template writes calls in no way that is read here."""
         text = self.chat.render(source, max_bytes)
-        style = _compiled(source, max_bytes).call_style if self.use else None
+        style = call_style(_compiled(source, max_bytes)) if self.use else None
         if self.use and style is None:
             limit = (
                 'must be null, or tool_choice "none": the model\'s chat template writes no tool calls, or not as JSON '

@@ -16,8 +16,8 @@ from corun.errors import CorunError
 from corun.gateway.errors import body_of
 from corun.gateway.requests import CompletionRequest
 from corun.gateway.responses import Events, Head, Shape, dumped, own
+from corun.gateway.tool_calls import CallPart, Parsed
 from corun.gateway.tools import call_id
-from corun.tool_calls import CallPart, Parsed
 from corun.types import FinishReason
 
 Event = dict[str, Any]

@@ -1,6 +1,6 @@
 """Tools of a chat: what a request says of them, what that does to its parameters, and how calls are read from answers.
 
-This module must not know HTTP, nor how calls are written (`corun.tool_calls`).
+This module must not know HTTP, nor how calls are written (`corun.gateway.tool_calls`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
+from corun.gateway.tool_calls import CallReader, CallStyle, Parsed
 from corun.params import SamplingParams
-from corun.tool_calls import CallReader, CallStyle, Parsed
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -244,8 +244,9 @@ class RemoteLease:
         self.granted_at = 0.0
         """When the node granted the lease, on the loop's clock."""
         self.sample = sample
-        """What the lease is for. Only `router.slots` looks at it, and at the place that it gives the lease."""
+        """What the lease is for. Only what tells people of samples looks at it (`router.slots`, `router.clients`)."""
         self.place: int | None = None
+        """Where people are shown the sample, if anybody has looked (`router.slots`)."""
         self._take_token = take_token
 
     def note_read(self, now: float) -> None:
@@ -469,8 +470,9 @@ class DecodeClient(NodeClient):
             if (lease := leases.get(lease_id)) is not None:
                 lease.note_read(now)
         columns = message.lease_ids, message.token_ids, message.logprobs
-        tops = _alternatives(message) if message.alternatives else itertools.repeat(NO_ALTERNATIVES)
-        for lease_id, token_id, logprob, own in zip(*columns, tops, strict=False):
+        none = itertools.repeat(NO_ALTERNATIVES, len(message.lease_ids))
+        tops = _alternatives(message) if message.alternatives else none
+        for lease_id, token_id, logprob, own in zip(*columns, tops, strict=True):
             lease = leases.get(lease_id)
             if lease is not None:
                 lease.row(token_id, logprob, own, now)

@@ -14,7 +14,7 @@ import pytest
 from corun import Client, InvalidArgumentError, SamplingParams
 from corun.gateway.app import Gateway
 from corun.gateway.config import GatewayConfig
-from corun.tool_calls import CallReader, CallStyle
+from corun.gateway.tool_calls import CallReader, CallStyle
 from tests.e2e.conftest import SLOTS, Cluster
 from tests.e2e.test_determinism import Case, bits, differing, make_cases, run, verify_all
 

@@ -12,14 +12,14 @@ import pytest
 
 from corun.chat import ChatTemplate
 from corun.errors import InvalidArgumentError
-from corun.gateway.chats import read_chat_request
+from corun.gateway.chats import call_style, read_chat_request
 from corun.params import SamplingParams
 from corun.testing import engines
 from corun.types import TemplateSource
 from router.text import Tokenizer
 from tests.clusters import cluster
-from tests.corun.test_tool_calls import LLAMA, QWEN
 from tests.gateway.serving import Http, read_events, serving
+from tests.gateway.test_tool_calls import LLAMA, QWEN
 from tests.over_fakes import SPECIAL
 
 MESSAGES = [{"role": "user", "content": "Weather?"}]
@@ -222,4 +222,4 @@ async def test_openais_own_client_calls_tools(tool_model: str, said: list[str]) 
 
 
 def test_the_models_folder_is_as_the_tests_say(tool_model: str) -> None:
-    assert ChatTemplate.from_folder(Path(tool_model)).call_style is not None
+    assert call_style(ChatTemplate.from_folder(Path(tool_model))) is not None

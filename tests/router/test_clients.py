@@ -49,4 +49,4 @@ async def test_an_operator_is_told_of_all_clients_and_a_client_of_itself(model: 
             engine.hanging = False
             await asyncio.gather(*running)
         assert await clients(fake, OPERATOR) == {}
-        assert fake.router.queue._callers == {}
+        assert list(fake.router.queue.callers()) == []

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corun.chat import ChatTemplate
-from corun.tool_calls import CallReader, CallStyle, Parsed, style_of
+from corun.gateway.chats import call_style
+from corun.gateway.tool_calls import CallReader, CallStyle, Parsed, style_of
 from corun.types import TemplateSource
 
 HERMES = CallStyle(begin="<tool_call>\n", end="\n</tool_call>", opening='{"name": ', middle=', "arguments": ')
@@ -67,7 +68,7 @@ NESTED = (
     ],
 )
 def test_a_style_is_what_the_template_writes(template: str, style: CallStyle | None) -> None:
-    assert ChatTemplate(TemplateSource(source=template)).call_style == style
+    assert call_style(ChatTemplate(TemplateSource(source=template))) == style
 
 
 def test_a_style_of_nothing_is_none() -> None:
