@@ -7,7 +7,7 @@ import weakref
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
@@ -497,6 +497,7 @@ class Model:
             else:
                 self.pool.free += 1
                 self.queue.again(entry, ran=kind == "ran")
+        await asyncio.sleep(0)  # The queue looks again after what runs now, if it has promised to (`pump_soon`).
         await self.take()
 
     async def take(self) -> None:
@@ -540,8 +541,19 @@ def _rank(entry: QueueEntry) -> tuple[Any, ...]:
     return (place, 0, entry.first_placement) if entry.first_placement is not None else (place, 1)
 
 
+FIRST_LEAVES = [
+    ("enter", "a", Priority.NORMAL, 2, 1),
+    ("enter", "a", Priority.NORMAL, 1, 1),
+    ("nodes", "a", Priority.NORMAL, 1, 4),
+    ("enter", "a", Priority.NORMAL, 1, 6),
+    ("leave", "a", Priority.NORMAL, 2, 1),
+]
+"""The first in line leaves, and no node in use could hold the one behind it."""
+
+
 @settings(max_examples=60)
 @given(steps)
+@example(FIRST_LEAVES)
 def test_any_course_of_events_loses_nobody_and_keeps_the_order(course: list[Any]) -> None:
     async def run() -> None:
         model = Model()
