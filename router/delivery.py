@@ -144,6 +144,7 @@ class OutputStream(Source):
         self._has_begun = False
         self._calls: dict[int, asyncio.Future[None]] = {}  # By number: the ends of the calls.
         self._filled: dict[int, Responses] = {}  # By number: what there is to take, oldest first.
+        self._uses = 0  # Calls that name the stream, also those that have nothing to send yet.
         self._last: list[asyncio.Future[None]] = []  # The ends of calls whose last response is being written.
         self._ready: Callable[[], None] | None = None
         self._turn: asyncio.Handle | None = None
@@ -159,6 +160,18 @@ class OutputStream(Source):
     def listen(self, ready: Callable[[], None] | None) -> None:
         self._ready = ready
 
+    @contextmanager
+    def used(self) -> Iterator[OutputStream]:
+        """Keep the stream open for a call. A call may wait for nodes before it has any responses."""
+        self._uses += 1
+        self._rest.cancel()
+        try:
+            yield self
+        finally:
+            self._uses -= 1
+            if not self._uses:
+                self._rest = self._loop.call_later(IDLE_S, self.end)
+
     async def carry(self, number: int, responses: Responses) -> None:
         """Send the responses of a call. Return when the last one has been written.
 
@@ -169,7 +182,6 @@ class OutputStream(Source):
             raise _not_open()
         if number in self._calls:
             raise InvalidArgumentError("call_number", number, "must not be that of another call of the stream")
-        self._rest.cancel()
         ended = self._calls[number] = self._loop.create_future()
         responses.listen(partial(self._note, number, responses))
         self._note(number, responses)
@@ -179,8 +191,6 @@ class OutputStream(Source):
             responses.listen(None)
             self._filled.pop(number, None)
             del self._calls[number]
-            if not self._calls:
-                self._rest = self._loop.call_later(IDLE_S, self.end)
 
     def pull(self) -> bytes | None:
         for ended in self._last:  # The message before this one has been written.

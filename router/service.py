@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -74,11 +74,14 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[Source]:
         metrics = self.metrics
-        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.counted():
+        request_span = of_call(context, "corun.request")
+        with metrics.request() as ending, request_span as span, self.activity.counted(), ExitStack() as open_here:
             self.activity.check()
             metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
-            stream = self.streams.find(request.stream_id, caller().name) if request.stream_id else None
+            stream = None
+            if request.stream_id:
+                stream = open_here.enter_context(self.streams.find(request.stream_id, caller().name).used())
             samples = await self.requests.accept(asked, _deadline(context))
             span.note({**_request_attributes(asked, samples), "corun.router": self.router_id})
             running = self.requests.start(samples)

@@ -312,6 +312,7 @@ class Resumption:
         self._has_begun = False
         self._backoff = Backoff()
         self._failing_since: float | None = None
+        self._sent_at = time.monotonic()
 
     @property
     def is_whole(self) -> bool:
@@ -324,7 +325,8 @@ class Resumption:
         return left if self._has_begun else min(left, self._connect_timeout_s)
 
     def request(self) -> pb.GenerateRequest:
-        """Return the request for everything that has not been received."""
+        """Return the request for everything that has not been received. It is sent now."""
+        self._sent_at = time.monotonic()
         points = [point for sample in self._samples if (point := sample.point) is not None]
         request = self._prepared.request
         return codec.resumed_request(request, points, self._fingerprint) if points else request
@@ -370,6 +372,8 @@ class Resumption:
         typed = typed_error(error, address)
         delay = self._delay_s(error, typed)
         now = time.monotonic()
+        if now - self._sent_at > self._connect_timeout_s:
+            self._failing_since = None  # A router had the request for longer than any connection takes.
         self._failing_since = now if self._failing_since is None else self._failing_since
         left = self._deadline.remaining_s
         if not self._has_begun:

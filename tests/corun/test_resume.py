@@ -11,7 +11,7 @@ import pytest
 from corun.client.request import PreparedRequest, Resumption, prepare
 from corun.client.routers import Deadline
 from corun.completion import Chunk
-from corun.errors import ContractMismatchError, DataLossError
+from corun.errors import ContractMismatchError, DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
@@ -100,6 +100,25 @@ def test_delays_grow_until_output_comes() -> None:
     assert delays[3] > delays[0]
     rest.take(chunk(1))
     assert rest.retry_s(broken, "a:1") <= 0.05
+
+
+def test_time_at_a_router_is_not_time_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may wait at a router for a minute, without output, after an earlier connection broke."""
+    now = 100.0
+    monkeypatch.setattr("corun.client.request.time.monotonic", lambda: now)
+    rest, broken = resumption(), FailedCall(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # It may take 1 s.
+    rest.request()
+    rest.retry_s(broken, "a:1")
+    rest.request()
+    now += 55
+    assert rest.retry_s(broken, "a:1") > 0
+    rest.request()
+    now += 0.4
+    rest.retry_s(broken, "a:1")
+    rest.request()
+    now += 0.7
+    with pytest.raises(UnavailableError):
+        rest.retry_s(broken, "a:1")
 
 
 @pytest.mark.parametrize(

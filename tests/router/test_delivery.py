@@ -29,7 +29,11 @@ class Call:
         self.number = number
         running: Any = SimpleNamespace(outbox=self.outbox, num_samples=samples, tokenizer=None)
         sample: Any = SimpleNamespace(request_id=f"r{number}", params=PARAMS, token_texts=False)
-        self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, (), "", number)))
+        self.task = asyncio.ensure_future(self._run(stream, Responses(running, sample, (), "", number)))
+
+    async def _run(self, stream: OutputStream, responses: Responses) -> None:
+        with stream.used():
+            await stream.carry(self.number, responses)
 
     def draw(self, token_id: int, index: int = 0) -> None:
         self.outbox.add(index, 7, token_id, -1.0, "t")
@@ -193,6 +197,19 @@ async def test_a_stream_that_no_call_uses_ends(monkeypatch: pytest.MonkeyPatch) 
     assert (len(timers), cancelled, stream.has_ended) == (2, {0}, False)
     timers[1]()
     assert (stream.has_ended, stream.pull()) == (True, b"")
+
+
+async def test_a_call_that_has_nothing_yet_keeps_its_stream_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a node for longer than an unused stream stays open."""
+    monkeypatch.setattr(delivery, "IDLE_S", 0.0)
+    stream = OutputStream("alice")
+    with stream.used():
+        with stream.used():
+            await settle()
+        await asyncio.sleep(0.01)
+        assert not stream.has_ended
+    await asyncio.sleep(0.01)
+    assert stream.has_ended, "nobody uses it"
 
 
 async def test_only_its_owner_finds_a_stream_and_only_while_it_is_open() -> None:
