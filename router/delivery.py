@@ -161,12 +161,12 @@ class OutputStream(Source):
         self._ready = ready
 
     @contextmanager
-    def used(self) -> Iterator[OutputStream]:
-        """Keep the stream open for a call. A call may wait for nodes before it has any responses."""
+    def used(self) -> Iterator[None]:
+        """Keep the stream open for a call, which may wait for nodes before it has any responses."""
         self._uses += 1
         self._rest.cancel()
         try:
-            yield self
+            yield
         finally:
             self._uses -= 1
             if not self._uses:
@@ -186,7 +186,8 @@ class OutputStream(Source):
         responses.listen(partial(self._note, number, responses))
         self._note(number, responses)
         try:
-            await ended
+            with self.used():
+                await ended
         finally:
             responses.listen(None)
             self._filled.pop(number, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -74,15 +74,13 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[Source]:
         metrics = self.metrics
-        request_span = of_call(context, "corun.request")
-        with metrics.request() as ending, request_span as span, self.activity.counted(), ExitStack() as open_here:
+        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.counted():
             self.activity.check()
             metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
-            stream = None
-            if request.stream_id:
-                stream = open_here.enter_context(self.streams.find(request.stream_id, caller().name).used())
-            samples = await self.requests.accept(asked, _deadline(context))
+            stream = self.streams.find(request.stream_id, caller().name) if request.stream_id else None
+            with stream.used() if stream else nullcontext():
+                samples = await self.requests.accept(asked, _deadline(context))
             span.note({**_request_attributes(asked, samples), "corun.router": self.router_id})
             running = self.requests.start(samples)
             # A client that sent text gets the prompt's token ids, so it can check the receipt or run the request again.

@@ -29,11 +29,7 @@ class Call:
         self.number = number
         running: Any = SimpleNamespace(outbox=self.outbox, num_samples=samples, tokenizer=None)
         sample: Any = SimpleNamespace(request_id=f"r{number}", params=PARAMS, token_texts=False)
-        self.task = asyncio.ensure_future(self._run(stream, Responses(running, sample, (), "", number)))
-
-    async def _run(self, stream: OutputStream, responses: Responses) -> None:
-        with stream.used():
-            await stream.carry(self.number, responses)
+        self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, (), "", number)))
 
     def draw(self, token_id: int, index: int = 0) -> None:
         self.outbox.add(index, 7, token_id, -1.0, "t")
