@@ -27,7 +27,7 @@ STOP_S = 7.0
 """Longer than a node may be silent."""
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)  # Also counts the start of the engines, and their end, when it runs alone.
 async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection(cluster: Cluster) -> None:
     async with CuttingProxy(cluster.address) as proxy, AsyncClient(proxy.address, timeout_s=180) as client:
         each = [CONSTRAINED if i % 2 else PARAMS for i in range(STREAMS)]
