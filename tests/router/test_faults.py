@@ -68,7 +68,8 @@ class TestNodes:
             for i in range(3):
                 runs.append(started(fake, (i,)))
                 await fake.until(lambda i=i: fake.router.queue.waiting == i + 1)  # type: ignore[misc]
-            await asyncio.sleep(0.12)
+            # None of them is on its way to the node, where one could find the slots that were held for those before it.
+            await fake.until(lambda: table._waiting and fake.router.queue.waiting == 3)
             assert fake.nodes[0].engine.prefilled == []
             for lease in leases:
                 table.release(lease.lease_id)
