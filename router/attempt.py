@@ -146,7 +146,7 @@ class Attempt:
         self.span = span
         self._more_follow = more_follow
         self._config = config
-        self._lease = RemoteLease(output.take, self)
+        self._lease = RemoteLease(output.take, (task, output))
         self._prefill_id = ""  # It is set while the prefill node may hold KV for this attempt.
 
     @property

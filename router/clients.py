@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 from corun.rpc.auth import Caller
 from corun.types import ClientStatus
-from router.attempt import Attempt
 from router.nodes.node import DecodeNode
 from router.queue import SampleQueue
 
@@ -22,8 +21,8 @@ def clients_of(queue: SampleQueue, nodes: Collection[DecodeNode], viewer: Caller
         callers[caller.name] = caller
         waiting[caller.name] += 1
     for lease in (lease for node in nodes for lease in node.client.leases):
-        attempt: Attempt = lease.sample
-        caller = attempt.task.caller
+        task, _ = lease.sample
+        caller = task.caller
         callers[caller.name] = caller
         leased[caller.name] += 1
         decoding[caller.name] += lease.first_row_at is not None

@@ -2,7 +2,8 @@
 
 A collection takes about 1 us for each object that it looks at, and a sample that waits has some 40 of them. A router
 under siege stood still for up to 0.75 s while thousands of samples waited, most likely for this. So automatic
-collections look at few objects, and a full one runs while hardly any sample waits. Must not know what the objects are.
+collections look at few objects, and a full one runs while hardly any sample waits. What a request is made of leaves no
+work to them: it is in no cycle when the request ends (tests/router/test_garbage.py). Must not know what they look at.
 """
 
 from __future__ import annotations

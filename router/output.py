@@ -54,7 +54,7 @@ class Outbox:
     """The output of one request's samples that waits to be sent to the client. It holds at most `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int = MAX_UNSENT_TOKENS) -> None:
-        self.overflowed: Callable[[], None] = lambda: None
+        self.overflowed: Callable[[], None] | None = None
         """Called when the client reads so slowly that there is no room for more."""
         self.ready: Callable[[], None] | None = None
         """Called when there is output or an error."""
@@ -102,7 +102,8 @@ class Outbox:
             waiting = f"{self._max_tokens} tokens wait for the client, as many as may"
             self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
             self._pending.clear()
-            self.overflowed()
+            if self.overflowed is not None:
+                self.overflowed()
         elif self.ready is not None:
             self.ready()
 

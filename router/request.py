@@ -111,6 +111,7 @@ class RunningRequest:
         """Cancel the samples that still run, and wait for their end."""
         self.cancel()
         await asyncio.wait(self._tasks)  # This is short: a cancelled sample does not wait for anything.
+        self.outbox.overflowed = None  # A cycle would keep all that the samples were, for a garbage collection to find.
 
 
 class RequestRunner:

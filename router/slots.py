@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from corun.rpc.auth import Caller
 from corun.types import NodeStatus, SlotSamples
-from router.attempt import Attempt
 from router.clock import loop_time
 from router.nodes.node import DecodeNode
 from router.nodes.node_client import RemoteLease
@@ -36,10 +35,9 @@ def samples_of(node: DecodeNode, viewer: Caller, now: float) -> SlotSamples:
     place(leases, node.info.slots)
     rows = []
     for index, lease in enumerate(leases):
-        attempt: Attempt = lease.sample
-        task = attempt.task
+        task, output = lease.sample
         if viewer.is_operator or task.caller.name == viewer.name:
-            known = task.request_id, task.index, task.seed, attempt.output.position, task.params.max_tokens
+            known = task.request_id, task.index, task.seed, output.position, task.params.max_tokens
             rows.append((index, *known))
     told, request_ids, indices, seeds, num_tokens, max_tokens = zip(*rows, strict=True) if rows else ((),) * 6
     return SlotSamples(

@@ -295,7 +295,15 @@ async def _abort(context: Context, error: CorunError) -> None:
     status = rpc_status.to_status(to_status(error))
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
-    except grpc.aio.AbortError:
+    except grpc.aio.AbortError as aborted:
+        # Both are kept as long as the call. With where they came from, they would keep the call: a cycle, which only a
+        # garbage collection ends. gRPC handles the first one until it waits.
+        asyncio.get_running_loop().call_soon(_forget_origins, aborted, error)
         raise
     except grpc.aio.BaseError:
         raise asyncio.CancelledError from error  # The client went away at this moment.
+
+
+def _forget_origins(*errors: BaseException) -> None:
+    for error in errors:
+        error.__traceback__ = error.__context__ = error.__cause__ = None

@@ -135,7 +135,8 @@ class Pump:
                 self._next()
             elif not self._over.done():
                 self._over.set_result(None)
-        except (asyncio.CancelledError, grpc.aio.BaseError):
+        except (asyncio.CancelledError, grpc.aio.BaseError) as error:
+            error.__traceback__ = None  # The future has the error, and this frame has the future: a cycle.
             self._end_write()
             self._over.cancel()  # The client is gone; gRPC's own cancellation may still be on its way.
         except Exception as error:

@@ -244,7 +244,8 @@ class RemoteLease:
         self.granted_at = 0.0
         """When the node granted the lease, on the loop's clock."""
         self.sample = sample
-        """What the lease is for. Only what tells people of samples looks at it (`router.slots`, `router.clients`)."""
+        """The task and the output that the lease is for. Only what tells people of samples looks at it (`router.slots`,
+        `router.clients`)."""
         self.place: int | None = None
         """Where people are shown the sample, if anybody has looked (`router.slots`)."""
         self._take_token = take_token

@@ -165,7 +165,9 @@ class Siege:
             slow = [told for told in beside if told["way"] == way and told["longest_pause_s"] > bound]
             if slow:  # One finding, so that many pauses do not take the place of what the logs say.
                 longest = max(told["longest_pause_s"] for told in slow)
-                report.find(f"{len(slow)} streams over {way} paused for up to {longest} s, more than {bound:.3f} s")
+                ended = ", ".join(sorted({time.strftime("%X", time.localtime(told["at"])) for told in slow}))
+                text = f"paused for up to {longest} s, more than {bound:.3f} s, and ended at {ended}"
+                report.find(f"{len(slow)} streams over {way} {text}")
         for name in self._processes.commands:
             for line in sorted(set(_BAD.findall(self._processes.log(name)[self._said[name] :]))):
                 report.find(f"in the log of {name}: {line[:300]}")

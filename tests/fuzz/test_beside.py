@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ CALM: dict[str, Any] = {
     "equal": True,
     "error": "",
 }
+ENDED = time.strftime("%X", time.localtime(CALM["at"]))
 FINE = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "left"}
 FINE |= {"HTTP 200", "HTTP 400", "HTTP 401", "HTTP 408", "HTTP 413", "HTTP 429", "HTTP ClientOSError"}
 """A server that closes a connection in the middle of a large body is a ClientOSError for whoever still sends it."""
@@ -63,7 +65,11 @@ def test_an_assault_is_drawn_from_its_number() -> None:
     [
         ({}, "12:00 INFO fine", ""),
         ({"longest_pause_s": CALM["longest_pause_s"] + SLOWER_S / 2}, "", ""),
-        ({"longest_pause_s": 0.3}, "", "1 streams over grpc paused for up to 0.3 s, more than 0.150 s"),
+        (
+            {"longest_pause_s": 0.3},
+            "",
+            "1 streams over grpc paused for up to 0.3 s, more than 0.150 s, and ended at " + ENDED,
+        ),
         ({"equal": False}, "", "a stream over grpc has other bits"),
         ({"equal": False, "error": "UnavailableError: x"}, "", "a stream over grpc UnavailableError: x"),
         (None, "", "2 streams in calm and 0 beside the assaults: nothing was compared"),

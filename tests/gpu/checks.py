@@ -22,6 +22,7 @@ from corun.types import NodeRole
 from corun_bench.nodes import Nodes
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
+from tests.e2e.test_structured import CONSTRAINTS
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome
 
@@ -285,6 +286,47 @@ def same_digests(name: str, left: Sequence[Score], right: Sequence[Score]) -> Ou
     return Outcome(name=name, total=len(left), equal=equal)
 
 
+def constrained(bench: Bench) -> Iterator[Found]:
+    """Run constrained outputs alone, then between free ones. The control runs their prompts without constraints."""
+    each = bench.count(5)
+    params = {"max_tokens": 48, "ignore_eos": False}
+    made = [
+        case
+        for i, constraint in enumerate(CONSTRAINTS)
+        for case in bench.cases(each, 1, 700, 250 + i, **params, structured_outputs=constraint)
+    ]
+    free = bench.cases(len(made), 1, 700, 260, max_tokens=48)
+    alone, free_alone = bench.run(made, 1), bench.run(free, 8)
+    mixed = bench.run([case for pair in zip(made, free, strict=True) for case in pair], 2 * len(made))
+    yield compared("constrained outputs between free ones", alone, mixed[::2])
+    yield compared("free outputs between constrained ones", free_alone, mixed[1::2])
+    unmasked = [(prompt, replace(settings, structured_outputs=()), seed) for prompt, settings, seed in made]
+    yield replace(compared("without their constraints", alone, bench.run(unmasked, 8)), must_differ=True)
+
+
+def alternatives(bench: Bench) -> Iterator[Found]:
+    """Ask for a token's likeliest alternatives, alone and among requests that want none or another number of them."""
+    numbers = (0, 3, 20)
+    made = [
+        (prompt, replace(settings, top_logprobs=numbers[i % 3]), seed)
+        for i, (prompt, settings, seed) in enumerate(bench.cases(bench.count(24), 1, 700, 270))
+    ]
+    alone, crowd = bench.run(made, 1), bench.run(made, len(made))
+    plain = bench.run([(prompt, replace(settings, top_logprobs=0), seed) for prompt, settings, seed in made], 8)
+    yield compared("outputs with alternatives, in a crowd", alone, crowd)
+    yield compared("outputs with and without alternatives", alone, plain)
+    equal = sum(a.samples[0].top_logprobs == b.samples[0].top_logprobs for a, b in zip(alone, crowd, strict=True))
+    yield Outcome(name="alternatives, in a crowd", total=len(alone), equal=equal)
+    drawn = among = 0
+    for one in alone:
+        sample = one.samples[0]
+        for token_id, logprob, tops in zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=False):
+            if (found := dict(zip(tops.token_ids, tops.logprobs, strict=True)).get(token_id)) is not None:
+                among += 1
+                drawn += found == logprob
+    yield Outcome(name="drawn tokens among their alternatives have one log probability", total=among, equal=drawn)
+
+
 def long_outputs(bench: Bench) -> Iterator[Found]:
     """Run two long outputs alone, then among others that come and go."""
     length = min(bench.long_output, bench.prompts.model_len - 400)
@@ -319,6 +361,8 @@ CHECKS: tuple[Check, ...] = (
     Check(all_slots, 150),
     Check(pairs, 120),
     Check(scores, 90),
+    Check(constrained, 90),
+    Check(alternatives, 60),
     Check(long_outputs, 240),
     Check(restarts, 300, least_s=100),
 )
