@@ -92,7 +92,7 @@ class LoopThread:
         return self._loop
 
     def _start(self) -> None:
-        logging.getLogger("asyncio").addFilter(_is_no_late_wake)
+        logging.getLogger("asyncio").addFilter(is_no_late_wake)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(loop,), name="corun-client", daemon=True)
         try:
@@ -126,7 +126,7 @@ async def _cancel_rest() -> None:
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-def _is_no_late_wake(record: logging.LogRecord) -> bool:
+def is_no_late_wake(record: logging.LogRecord) -> bool:
     """Drop the errors that asyncio logs when gRPC wakes several loops for one event, and one comes too late for it or
     is closed."""
     error = record.exc_info[1] if record.exc_info else None

@@ -29,7 +29,7 @@ RUN = (
     *("--num-prompts", str(REQUESTS), "--num-warmups", "2", "--repeats", "1", "--max-concurrency", "8"),
     *("--mismatch-requests", str(REQUESTS), "--mismatch-tokens", "16"),
 )
-"""24 slots: steps of 16 rows are tried, too. Of such prompts stock vLLM changes the bits of every second."""
+"""24 slots: steps of 16 rows are tried, too."""
 ENGINES = ("std", "colocated+ladder", "pd-std")
 START_S = 150.0
 END_S = 60.0
@@ -114,7 +114,10 @@ def mismatches(result: dict[str, Any], system: str) -> dict[str, int]:
 
 @pytest.mark.timeout(780)
 def test_every_system_is_measured_and_the_result_can_be_compared_and_reported(tmp_path: Path) -> None:
-    """Three systems, all with engines of their own. Stock differs in other company, and fixed shapes do not."""
+    """Three systems, all with engines of their own. Fixed shapes do not differ in other company.
+
+    Whether stock vLLM does is the processor's matter: on some it differs in half of these requests, on others in none.
+    So the control of this comparison is in `tests/bench/test_benchmark.py`, with a target whose bits show the crowd."""
     directory = tmp_path / "result"
     words = ("bench", "--systems", ",".join(ENGINES), "--workloads", LONG, ROLLOUT, *RUN, "-o", str(directory))
     with started(tmp_path / "bench", *words) as command:
@@ -126,8 +129,7 @@ def test_every_system_is_measured_and_the_result_can_be_compared_and_reported(tm
     for system in ENGINES:
         assert f"{system}: ready in " in command.err
     assert "not measured" not in command.err
-    if len(os.sched_getaffinity(0)) > 1:  # With one thread nothing is split.
-        assert sum(mismatches(result, "std").values()) > 0, "stock agreed: this comparison proves nothing here"
+    assert mismatches(result, "std").keys() == {LONG, ROLLOUT}
     assert mismatches(result, "colocated+ladder") == {LONG: 0, ROLLOUT: 0}
 
     (line,) = command.out.splitlines()
