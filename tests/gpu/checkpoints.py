@@ -114,6 +114,7 @@ MLA_TINY = TINY | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_va
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3 | DENSE_8B,
     "qwen3-8b-4l": QWEN3 | DENSE_8B | {"num_hidden_layers": 4},
+    "qwen3-4l-head-64": QWEN3 | DENSE_8B | {"num_hidden_layers": 4, "head_dim": 64},
     "qwen3-30b-a3b": QWEN3_MOE | {"num_hidden_layers": 48},
     "qwen3-30b-a3b-12l": QWEN3_MOE | {"num_hidden_layers": 12},
     "deepseek-v3-small": DEEPSEEK_V3,
