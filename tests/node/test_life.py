@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -237,6 +238,7 @@ async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
 )
 async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ended(*_: Any) -> None:
+        assert gc.get_freeze_count() > 0, "collections look at all that the engine has loaded"
         if error is not None:
             raise error
 
@@ -246,8 +248,10 @@ async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pyte
     monkeypatch.setattr(life_module, "live", ended)
     monkeypatch.setattr(life_module.os, "_exit", leave)
     monkeypatch.setattr(life_module.logging, "shutdown", lambda: None)
+    gc.unfreeze()
     with pytest.raises(SystemExit) as caught:
         await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event(), None)  # type: ignore[arg-type]
+    gc.unfreeze()
     assert caught.value.code == code
 
 
