@@ -26,14 +26,16 @@ BASE = "localhost/corun-base"
 UID = 10001
 CHROOT = """
 set -eu
-root=$1 files=$2
-shift 2
+root=$1 files=$2 all=$3
+shift 3
 mount --bind "$root" "$root"
 mount -t tmpfs tmpfs "$root/tmp"
-mkdir -p "$root$files"
-mount --bind "$files" "$root$files"
+mkdir -p "$root$all"
+mount --bind "$all" "$root$all"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
+mount --rbind /sys "$root/sys"
+if [ -d "$files/home/corun" ]; then mount --bind "$files/home/corun" "$root/home/corun"; fi
 mount -o remount,ro,bind "$root"
 exec chroot --userspec=10001:10001 "$root" env -i "$@"
 """
@@ -120,12 +122,15 @@ class Images:
 def start(root: Path, files: Path, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process as user 10001 on a root that it cannot write to.
 
-    It has `files` at their own path, and a /tmp of its own. Its output is appended to `files`/log.
+    It has the directory of `files` and of those of other pods at its own path, its home in `files` if there is one, and
+    a /tmp of its own. Its output is appended to `files`/log.
     """
     variables = [f"{name}={value}" for name, value in environment.items()]
-    argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CHROOT, "sh", str(root), str(files)]
+    argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CHROOT, "sh", str(root)]
     with (files / "log").open("ab") as log:
-        return subprocess.Popen([*argv, *variables, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(
+            [*argv, str(files), str(files.parent), *variables, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
 
 
 @contextmanager

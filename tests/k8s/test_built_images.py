@@ -1,4 +1,4 @@
-"""The image of routers and gateways, really built, and both run in it as the demo's manifests say."""
+"""The images, really built: routers, gateways and nodes on a CPU run in them as the demo's manifests say."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from corun import Client, SamplingParams, TlsConfig
 from corun.models import tiny
+from corun.processes import descendants, end_tree
 from tests.k8s import images
 from tests.k8s.images import UID, Images
-from tests.k8s.manifests import Pod, complete, one, tree
+from tests.k8s.manifests import Pod, complete, of_kind, tree
 from tests.probing import probe
 
 ROUTER_IP, GATEWAY_IP = "127.0.0.2", "127.0.0.5"
+NODE_IPS = {"prefill": "127.0.0.3", "decode": "127.0.0.4"}
 MOST_BYTES = 300_000_000
 
 pytestmark = [
@@ -31,19 +35,25 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[tuple[Images, str]]:
-    with images.images() as made:
-        yield made, made.build("router")
+def made() -> Iterator[Images]:
+    with images.images() as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def image(made: Images) -> str:
+    return made.build("router")
 
 
 @contextmanager
 def running(
-    store: tuple[Images, str], name: str, ip: str, files: Path, instead: dict[str, str]
+    made: Images, image: str, name: str, ip: str, files: Path, instead: dict[str, str]
 ) -> Iterator[tuple[Pod, subprocess.Popen[bytes]]]:
-    """Run the container of a Deployment of the demo, with words of its command replaced, and stop it by SIGTERM."""
-    made, image = store
+    """Run the container of a workload of the demo, with words of its command replaced, and stop it by SIGTERM."""
     found = complete("cpu-demo")
-    pod = Pod(one(found, "Deployment", name), found, ip=ip, name=f"{name}-0")
+    (workload,) = (one for one in of_kind(found, "Deployment", "StatefulSet") if one["metadata"]["name"] == name)
+    pod = Pod(workload, found, ip=ip, name=f"{name}-0")
+    files.mkdir()
     pod.materialise(files)
     shutil.copytree(tiny.ensure(), files / "models" / "tiny")
     subprocess.run(["chown", "-R", f"{UID}:{UID}", str(files)], check=True, timeout=30)
@@ -57,16 +67,18 @@ def running(
         process.terminate()
         assert process.wait(60) == 0, log(files)
     finally:
+        tree = descendants(process.pid)
         process.kill()
         process.wait()
+        end_tree(tree)
 
 
 def log(files: Path) -> str:
     return (files / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
-def until(check: Callable[[], bool], process: subprocess.Popen[bytes], files: Path) -> None:
-    deadline = time.monotonic() + 60
+def until(check: Callable[[], bool], process: subprocess.Popen[bytes], files: Path, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not check():
         assert process.poll() is None, log(files)
         assert time.monotonic() < deadline, log(files)
@@ -85,8 +97,23 @@ def https(path: str) -> int:
         return 0
 
 
-def test_the_image_is_small_and_has_nothing_of_this_machine(store: tuple[Images, str]) -> None:
-    made, image = store
+def is_confined(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process is no root, has no capabilities, and sees a root that it cannot write to."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    mounts = [line.split() for line in Path(f"/proc/{process.pid}/mounts").read_text(encoding="utf-8").splitlines()]
+    is_read_only = any(mount[1] == "/" and "ro" in mount[3].split(",") for mount in mounts)
+    return f"Uid:\t{UID}" in status and "CapEff:\t0000000000000000" in status and is_read_only
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a directory that another user may enter."""
+    for parent in [tmp_path, *tmp_path.parents][:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    return tmp_path
+
+
+def test_the_image_is_small_and_has_nothing_of_this_machine(made: Images, image: str) -> None:
     assert made.size(image) < MOST_BYTES
     root = made.mounted(image)
     left = [path for path in images.SETTINGS[1:3] if (root / path[1:]).is_file() and (root / path[1:]).read_bytes()]
@@ -96,24 +123,43 @@ def test_the_image_is_small_and_has_nothing_of_this_machine(store: tuple[Images,
     assert pins == set()
 
 
-def test_a_router_and_a_gateway_run_in_it(store: tuple[Images, str], tmp_path: Path) -> None:
-    """Their root is read-only, and they are no root. The gateway finds the router, and serves HTTPS."""
-    router_files, gateway_files = tmp_path / "router", tmp_path / "gateway"
-    router_files.mkdir()
-    gateway_files.mkdir()
-    for parent in [tmp_path, *tmp_path.parents][:-2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
+def test_a_router_and_a_gateway_run_in_it(made: Images, image: str, place: Path) -> None:
+    """The gateway finds the router, and serves HTTPS."""
     with ExitStack() as stack:
-        _, router = stack.enter_context(running(store, "corun-router-main", ROUTER_IP, router_files, {}))
-        until(lambda: probe(9100, "/startedz", 6, ROUTER_IP) == 200, router, router_files)
-        status = Path(f"/proc/{router.pid}/status").read_text(encoding="utf-8")
-        assert f"Uid:\t{UID}" in status
-        assert "CapEff:\t0000000000000000" in status
-        there = f"/proc/{router.pid}/root"
-        mounts = Path(f"/proc/{router.pid}/mounts").read_text(encoding="utf-8").splitlines()
-        assert any(line.split()[1] == "/" and "ro" in line.split()[3].split(",") for line in mounts), (there, mounts)
-        instead = {"corun:50051": f"{ROUTER_IP}:50051"}
-        _, gateway = stack.enter_context(running(store, "corun-gateway", GATEWAY_IP, gateway_files, instead))
-        until(lambda: https("/version") == 200, gateway, gateway_files)
-        until(lambda: https("/health") == 200, gateway, gateway_files)
+        files = place / "router"
+        _, router = stack.enter_context(running(made, image, "corun-router-main", ROUTER_IP, files, {}))
+        until(lambda: probe(9100, "/startedz", 6, ROUTER_IP) == 200, router, files)
+        assert is_confined(router)
+        files, instead = place / "gateway", {"corun:50051": f"{ROUTER_IP}:50051"}
+        _, gateway = stack.enter_context(running(made, image, "corun-gateway", GATEWAY_IP, files, instead))
+        until(lambda: https("/version") == 200, gateway, files)
+        until(lambda: https("/health") == 200, gateway, files)
         assert https("/v1/models") in {401, 503}
+
+
+@pytest.mark.timeout(1500)
+def test_nodes_serve_in_theirs(made: Images, image: str, place: Path) -> None:
+    """Real engines of another image, on a root that they cannot write to. A crowd changes no bit."""
+    node_image, instead = made.build("cpu"), {"corun-routers-main": ROUTER_IP}
+    pods = {"corun-router-main": (image, ROUTER_IP)}
+    pods |= {f"corun-{role}-main": (node_image, ip) for role, ip in NODE_IPS.items()}
+    with ExitStack() as stack:
+        ready = {
+            name: stack.enter_context(running(made, own, name, ip, place / name, instead))[1]
+            for name, (own, ip) in pods.items()
+        }
+        for name, process in ready.items():
+            ip = pods[name][1]
+            until(lambda ip=ip: probe(9100, "/readyz", 6, ip) == 200, process, place / name, 240.0)
+            assert is_confined(process)
+        secrets = tree() / "secrets"
+        tls, token = TlsConfig(ca=str(secrets / "ca.pem"), name="corun"), (secrets / "client.token").read_text().strip()
+        with Client(f"{ROUTER_IP}:50051", tls=tls, token=token, timeout_s=120.0) as client:
+            parameters = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=True)
+            alone = [client.generate("Once upon a time", parameters, seed=seed) for seed in range(6)]
+            assert len({one.receipt.output_digest for one in alone}) == 6
+            with ThreadPoolExecutor(6) as pool:
+                crowd = list(
+                    pool.map(lambda seed: client.generate("Once upon a time", parameters, seed=seed), range(6))
+                )
+        assert [one.receipt.output_digest for one in crowd] == [one.receipt.output_digest for one in alone]
