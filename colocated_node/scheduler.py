@@ -36,8 +36,6 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._prompt_blocks = prompt_blocks(blocks, self.block_size, self.max_model_len)
         self._had_prompts = False
         """Whether the last step held prompts."""
-        self._takes_rows = True
-        """Whether samples may be in the step that is being made."""
         self._tokens_left = 0
         """The prompt tokens that the step that is being made may still get."""
         self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
@@ -140,10 +138,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         hidden = [request for request in started if request not in unfinished]
         # What hidden prompts may still take is not free for samples, so this is asked before they are hidden.
         new = [*(self.admissible() if self._takes_rows else ()), *chosen[len(unfinished) :]]
-        self.running = [*(rows if self._takes_rows else ()), *unfinished]
-        hidden += () if self._takes_rows else rows
+        self.running = [*rows, *unfinished]
         try:
-            with self.showing_waiting(new), self.resting(rows if self._takes_rows else ()):
+            with self.showing_waiting(new), self.resting(rows):
                 yield
         finally:
             # Unfinished prompts go first among prompts, because the line begins with them in this order.

@@ -10,6 +10,10 @@ again, and all later ones, so no block that it writes to is ever found. Requests
 those without a salt share nothing. While one of them reads the blocks, the others wait for it. So two copies are never
 held for samples that may run, and the node's leases, which count these blocks once, hold for the engine, too.
 
+While a prefill node computes on the same GPU, steps without rows put the next step of rows off
+(corun/node/vllm/gpu_lock.py). The engine does not sleep meanwhile: what the last step drew leaves at once, and KV is
+read, so that a sample waits for one turn at most, not for one with each stage of its way into a slot.
+
 The mask of a constrained row is made while all rows of the step wait for it. So such rows take turns where their masks
 would take long (`resting`). When a row is computed changes no bit of it.
 
@@ -68,6 +72,8 @@ class FixedSlotScheduler(ReservingScheduler):
         """Whether a constrained request has begun in the step that is being made."""
         self._num_resting = 0
         """The number of rows that the step which is being made leaves out."""
+        self._takes_rows = True
+        """Whether samples may be in the step that is being made."""
         self._read: list[Request] = []
         """The requests whose KV has been read since the last output."""
         self.turn: DecodeTurn | None = None
@@ -86,19 +92,19 @@ class FixedSlotScheduler(ReservingScheduler):
         Raises:
             RuntimeError: the step would have another shape; it is refused and does not run.
         """
-        if self.turn is not None and self.running:
-            self.turn.wait()
+        self._takes_rows = self.turn is None or self.turn.is_due()
         with self.showing_waiting(self.admissible()), self.resting(self.running):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         self._check_shape(output)
+        if self.turn is not None and output.num_scheduled_tokens:
+            self.turn.note_step()
         return output
 
     @contextmanager
     def resting(self, rows: Collection[Request]) -> Iterator[None]:
-        """Hide constrained rows from the stock scheduler if all masks would take too long. They keep their slots, and
-        those that have rested longest are next."""
-        self._mask_time_s, self._has_begun = min(self._mask_time_s + MASKS_S, MASKS_S), False
-        hidden = self._to_rest(rows)
+        """Hide rows from the stock scheduler; they keep their slots. Hide all of them if the step takes none, and
+        otherwise constrained ones if all masks would take too long: those that have rested longest are next."""
+        hidden = self._to_rest(rows) if self._takes_rows else list(rows)
         self._num_resting = len(hidden)
         if hidden:
             names = {request.request_id for request in hidden}
@@ -111,6 +117,7 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def _to_rest(self, rows: Collection[Request]) -> list[Request]:
         """Return the constrained rows for whose masks the step has no time: those whose last masks are the newest."""
+        self._mask_time_s, self._has_begun = min(self._mask_time_s + MASKS_S, MASKS_S), False
         constrained = [request for request in rows if request.use_structured_output]
         hidden: list[Request] = []
         for request in sorted(constrained, key=lambda request: _grammar(request).filled_at):
@@ -151,8 +158,8 @@ class FixedSlotScheduler(ReservingScheduler):
         return waiting
 
     def decoding(self) -> int:
-        """Return the number of samples that have a slot."""
-        return len(self.running) + self._num_resting
+        """Return the number of samples that have a slot; in a step without rows no slot is given away."""
+        return len(self.running) + self._num_resting if self._takes_rows else self.slots
 
     def keep_computed(self, request: Request, num_computed_tokens: int) -> None:
         """Let nothing be found that this engine computed, in place of vLLM's `KVCacheCoordinator.cache_blocks`: vLLM

@@ -77,6 +77,59 @@ def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType) -> None:
     assert found >= {"more KV promised than exists", "KV of others behind a sequence"}
 
 
+class Turn:
+    """Gives turns on the GPU by a pattern, which is repeated, in place of a lock file."""
+
+    def __init__(self, pattern: tuple[bool, ...]) -> None:
+        self.pattern = pattern
+        self._asked = 0
+        self.steps = 0
+
+    def is_due(self) -> bool:
+        self._asked += 1
+        return self.pattern[self._asked % len(self.pattern)]
+
+    def note_step(self) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize("pattern", [(True, False, True), (True, True, False, False)])
+def test_turns_break_no_rule(stepping: ModuleType, pattern: tuple[bool, ...]) -> None:
+    @examples(60)
+    @given(decode_traces(), ANY_PLATFORM)
+    def check(trace: Trace, platform: Platform) -> None:
+        engine = stepping.engine(FIXED, trace, platform, role=NodeRole.DECODE)
+        engine.scheduler.turn = turn = Turn(pattern)
+        record = engine.play()
+        assert list(violations(record, trace.slots)) == []
+        assert turn.steps == sum(bool(step.rows) for step in record.steps)
+
+    check()
+
+
+@PLATFORMS
+def test_outputs_leave_and_kv_is_read_while_prefill_has_the_gpu(stepping: ModuleType, platform: Platform) -> None:
+    """So a sample waits for one turn, not for one to be heard, one until its KV is read and one for its slot."""
+    engine = stepping.engine(FIXED, Trace(2, 1, 9, ()), platform, role=NodeRole.DECODE)
+    engine.scheduler.turn = turn = Turn((True,))
+    engine._arrive(Arrive(prompt=16, max_tokens=12))
+    while not turn.steps:
+        engine.step()
+    turn.pattern = (False,)
+    engine._arrive(Arrive(prompt=16, max_tokens=2, transfer_steps=2))
+    begun = len(engine.record.steps)
+    for _ in range(6):
+        engine.step()
+    assert not any(step.rows for step in engine.record.steps[begun:])
+    assert len(engine.record.outputs[0]) == turn.steps, "what was drawn has left"
+    assert engine.record.read == [0, 1]
+    turn.pattern = (True,)
+    waited = len(engine.record.steps)
+    engine.play()
+    assert set(engine.record.steps[waited].rows) == {0, 1}, "the next turn is the new sample's, too"
+    assert list(violations(engine.record, 2)) == []
+
+
 @PLATFORMS
 def test_kv_is_read_while_all_slots_run_and_slots_are_taken_in_order(stepping: ModuleType, platform: Platform) -> None:
     """The slot goes to the first that came of two whose KV has arrived, though its KV arrived last."""

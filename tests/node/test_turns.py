@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,45 +22,28 @@ def path(tmp_path: Path) -> Path:
     return lock_of("GPU-1", tmp_path)
 
 
-def waited(turn: DecodeTurn) -> float:
-    began = time.monotonic()
-    turn.wait()
-    return time.monotonic() - began
-
-
-def waits(turn: DecodeTurn) -> bool:
-    """Whether the turn sleeps at all before its step."""
-
-    def sleep(_: float) -> None:
-        raise InterruptedError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "sleep", sleep)
-        try:
-            turn.wait()
-        except InterruptedError:
-            return True
-    return False
-
-
-def test_decode_waits_while_prefill_computes_and_no_longer_than_its_limit(path: Path) -> None:
-    prefill, decode, due = PrefillTurn(path), DecodeTurn(path, 0.5), DecodeTurn(path, 0.01)
-    for turn in (decode, due):
-        turn.wait()
+def test_decode_is_due_unless_prefill_computes_or_when_its_limit_has_passed(path: Path) -> None:
+    prefill, decode, without_limit = PrefillTurn(path), DecodeTurn(path, 60.0), DecodeTurn(path, 0.0)
     prefill.hold(True)
-    assert waited(decode) > 0.05
-    assert not waits(due)
-    assert not waits(DecodeTurn(path, 0.0))
+    assert decode.is_due(), "the first step waits for nothing"
+    for turn in (decode, without_limit):
+        turn.note_step()
+    assert not decode.is_due()
+    assert without_limit.is_due()
     prefill.hold(False)
-    assert not waits(decode)
+    assert decode.is_due()
 
 
-def test_decode_goes_on_as_soon_as_prefill_is_done(path: Path) -> None:
-    prefill, decode = PrefillTurn(path), DecodeTurn(path, 60.0)
-    decode.wait()
+def test_the_limit_counts_from_the_start_of_the_last_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.1)
     prefill.hold(True)
-    threading.Timer(0.05, prefill.hold, (False,)).start()
-    assert 0.02 < waited(decode) < 30
+    for passed, due in ((0.0, False), (0.09, False), (0.11, True), (5.0, True)):
+        now = 1000.0
+        decode.note_step()
+        now += passed
+        assert decode.is_due() is due
 
 
 def test_several_prefill_engines_and_other_gpus(path: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Processes on one GPU get equal slices of its time, however much work their steps do, so decode steps of a few requests
 would halve the speed of prefill. Therefore a prefill engine holds a lock on the GPU's lock file while it computes, and
-a decode engine delays each step during that time, up to a limit. A process that ends releases its lock. Turns affect
+a decode engine puts off each step during that time, up to a limit. A process that ends releases its lock. Turns affect
 only speed, no bit. Must not know: vLLM, what a step is.
 """
 
@@ -15,7 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-POLL_S = 0.0005
 log = logging.getLogger(__name__)
 
 
@@ -77,13 +76,14 @@ class DecodeTurn(_Lock):
     def __init__(self, path: Path, longest_s: float) -> None:
         super().__init__(path)
         self._longest_s = longest_s
-        self._last_step = 0.0
+        self._last_step = -longest_s
 
-    def wait(self) -> None:
-        """Wait until no prefill engine computes, or until `longest_s` has passed since the last step's start."""
-        deadline = self._last_step + self._longest_s
-        while time.monotonic() < deadline and not self._is_free():
-            time.sleep(POLL_S)
+    def is_due(self) -> bool:
+        """Return whether a step may begin: no prefill engine computes, or the last step began `longest_s` ago."""
+        return time.monotonic() >= self._last_step + self._longest_s or self._is_free()
+
+    def note_step(self) -> None:
+        """Remember that a step begins now."""
         self._last_step = time.monotonic()
 
     def _is_free(self) -> bool:
