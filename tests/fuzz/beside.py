@@ -165,8 +165,8 @@ class Siege:
             slow = [told for told in beside if told["way"] == way and told["longest_pause_s"] > bound]
             if slow:  # One finding, so that many pauses do not take the place of what the logs say.
                 longest = max(told["longest_pause_s"] for told in slow)
-                ended = ", ".join(sorted({time.strftime("%X", time.localtime(told["at"])) for told in slow}))
-                text = f"paused for up to {longest} s, more than {bound:.3f} s, and ended at {ended}"
+                which = ", ".join(sorted(map(_pause, slow)))
+                text = f"paused for up to {longest} s, more than {bound:.3f} s: {which}"
                 report.find(f"{len(slow)} streams over {way} {text}")
         for name in self._processes.commands:
             for line in sorted(set(_BAD.findall(self._processes.log(name)[self._said[name] :]))):
@@ -226,6 +226,11 @@ async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, 
         if code:
             report.find(f"{name} ended with {code}")
     return report
+
+
+def _pause(told: dict[str, Any]) -> str:
+    """Return before which message a stream paused, and when it ended. The second message is the decode node's first."""
+    return f"before message {told['before_message']}, ended at {time.strftime('%X', time.localtime(told['at']))}"
 
 
 def _summed(told: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ CALM: dict[str, Any] = {
     "at": 0.0,
     "first_s": 0.1,
     "longest_pause_s": 0.05,
+    "before_message": 2,
     "seconds": 1.0,
     "equal": True,
     "error": "",
@@ -68,7 +69,7 @@ def test_an_assault_is_drawn_from_its_number() -> None:
         (
             {"longest_pause_s": 0.3},
             "",
-            "1 streams over grpc paused for up to 0.3 s, more than 0.150 s, and ended at " + ENDED,
+            "1 streams over grpc paused for up to 0.3 s, more than 0.150 s: before message 2, ended at " + ENDED,
         ),
         ({"equal": False}, "", "a stream over grpc has other bits"),
         ({"equal": False, "error": "UnavailableError: x"}, "", "a stream over grpc UnavailableError: x"),
