@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +31,13 @@ def test_blocks_are_zeroed_where_a_cpu_computes(
     trace = Trace(slots=2, chunk=16, blocks=9, ops=())
     scheduler = stepping.engine(SCHEDULERS[role], trace, CPU, role=role).scheduler
     assert scheduler.needs_kv_cache_zeroing is on_cpu
+
+
+@pytest.mark.parametrize("role", SCHEDULERS)
+def test_a_step_gets_the_interpreter_back_at_once(stepping: ModuleType, role: NodeRole) -> None:
+    sys.setswitchinterval(0.005)  # Python's own.
+    stepping.engine(SCHEDULERS[role], Trace(slots=2, chunk=16, blocks=9, ops=()), CPU, role=role)
+    assert sys.getswitchinterval() < 0.001
 
 
 def free_by_ids(scheduler: Any, admitted: Iterable[Any]) -> int:
