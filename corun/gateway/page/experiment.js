@@ -254,6 +254,8 @@ export class Crowd {
       model: this.#model.id, prompt: this.#prompts(kind, count, round), temperature: 1, stream: true,
       max_tokens: kind === "same" ? Math.min(NEIGHBOUR_TOKENS, this.#settings.maxTokens) : NEIGHBOUR_TOKENS,
     };
+    // Stock vLLM 0.26 on a CPU forgets a request's seed beside requests without one, and dies of a long prompt with one.
+    if (kind !== "long") body.seed = Math.floor(2 ** 31 * Math.random());
     if (this.#server.isOwn) Object.assign(body, { return_token_ids: true, priority: "low" });
     const running = new Set();
     try {
