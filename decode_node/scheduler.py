@@ -11,8 +11,8 @@ those without a salt share nothing. While one of them reads the blocks, the othe
 held for samples that may run, and the node's leases, which count these blocks once, hold for the engine, too.
 
 While a prefill node computes on the same GPU, steps without rows put the next step of rows off
-(corun/node/vllm/gpu_lock.py). The engine does not sleep meanwhile: what the last step drew leaves at once, and KV is
-read, so that a sample waits for one turn at most, not for one with each stage of its way into a slot.
+(corun/node/vllm/gpu_lock.py). Meanwhile what the last step drew leaves, and KV is read, so that a sample waits for one
+turn at most, not for one with each stage of its way into a slot.
 
 The mask of a constrained row is made while all rows of the step wait for it. So such rows take turns where their masks
 would take long (`resting`). When a row is computed changes no bit of it.
@@ -92,7 +92,7 @@ class FixedSlotScheduler(ReservingScheduler):
         Raises:
             RuntimeError: the step would have another shape; it is refused and does not run.
         """
-        self._takes_rows = self.turn is None or self.turn.is_due()
+        self._takes_rows = self.turn is None or self.turn.wait()
         with self.showing_waiting(self.admissible()), self.resting(self.running):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         self._check_shape(output)

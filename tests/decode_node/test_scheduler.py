@@ -85,7 +85,7 @@ class Turn:
         self._asked = 0
         self.steps = 0
 
-    def is_due(self) -> bool:
+    def wait(self) -> bool:
         self._asked += 1
         return self.pattern[self._asked % len(self.pattern)]
 

@@ -25,25 +25,45 @@ def path(tmp_path: Path) -> Path:
 def test_decode_is_due_unless_prefill_computes_or_when_its_limit_has_passed(path: Path) -> None:
     prefill, decode, without_limit = PrefillTurn(path), DecodeTurn(path, 60.0), DecodeTurn(path, 0.0)
     prefill.hold(True)
-    assert decode.is_due(), "the first step waits for nothing"
+    assert decode.wait(), "the first step waits for nothing"
     for turn in (decode, without_limit):
         turn.note_step()
-    assert not decode.is_due()
-    assert without_limit.is_due()
+    assert not decode.wait()
+    assert without_limit.wait()
     prefill.hold(False)
-    assert decode.is_due()
+    assert decode.wait()
+
+
+def test_decode_sees_a_short_pause_of_prefill_while_it_waits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode, slept = PrefillTurn(path), DecodeTurn(path, 60.0), list[float]()
+    decode.note_step()
+    prefill.hold(True)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        prefill.hold(len(slept) < 3)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert decode.wait()
+    assert len(slept) == 3
 
 
 def test_the_limit_counts_from_the_start_of_the_last_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
     monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
     prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.1)
     prefill.hold(True)
     for passed, due in ((0.0, False), (0.09, False), (0.11, True), (5.0, True)):
         now = 1000.0
         decode.note_step()
         now += passed
-        assert decode.is_due() is due
+        assert decode.wait() is due
 
 
 def test_several_prefill_engines_and_other_gpus(path: Path, tmp_path: Path) -> None:

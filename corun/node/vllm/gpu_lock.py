@@ -15,6 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+POLL_S = 0.0005
+LOOK_S = 0.005
+"""The longest wait for a turn before a step without rows, in seconds. It delays what was drawn or read by no more."""
 log = logging.getLogger(__name__)
 
 
@@ -78,9 +81,15 @@ class DecodeTurn(_Lock):
         self._longest_s = longest_s
         self._last_step = -longest_s
 
-    def is_due(self) -> bool:
-        """Return whether a step may begin: no prefill engine computes, or the last step began `longest_s` ago."""
-        return time.monotonic() >= self._last_step + self._longest_s or self._is_free()
+    def wait(self) -> bool:
+        """Wait until a step may begin, for up to `LOOK_S`. Return whether it may: no prefill engine computes, or the
+        last step began `longest_s` ago."""
+        give_up = time.monotonic() + LOOK_S
+        while not (is_due := time.monotonic() >= self._last_step + self._longest_s or self._is_free()):
+            if time.monotonic() >= give_up:
+                break
+            time.sleep(POLL_S)
+        return is_due
 
     def note_step(self) -> None:
         """Remember that a step begins now."""
