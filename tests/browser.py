@@ -91,6 +91,16 @@ class Page:
         """Write into the field that has the focus."""
         await self.call("Input.insertText", text=text)
 
+    async def heard(self) -> list[tuple[str, str]]:
+        """Return role and name of all that a screen reader meets, in order: Chromium's accessibility tree."""
+        await self.call("Accessibility.enable")
+        nodes = (await self.call("Accessibility.getFullAXTree"))["nodes"]
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", "").strip())
+            for node in nodes
+            if not node.get("ignored")
+        ]
+
     async def look(self, path: Path, *, whole: bool = True) -> None:
         """Write a picture of the page as PNG."""
         found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)

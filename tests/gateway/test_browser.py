@@ -95,6 +95,45 @@ async def test_slots_by_pointer_and_keyboard(model: str, monkeypatch: pytest.Mon
         assert page.complaints == []
 
 
+NAMED = {"button", "checkbox", "combobox", "form", "grid", "gridcell", "image", "link", "radio", "region", "slider"}
+NAMED |= {"spinbutton", "table", "textbox"}
+"""The roles of what a screen reader stops at. Without a name it would say no more than the role."""
+
+
+async def test_a_screen_reader_hears_a_name_of_everything(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with looking(model, monkeypatch) as (fake, http, chromium):
+        page = await opened(chromium, http)
+        await page.until(f"{LIVE} && document.querySelectorAll('.grid td').length === 8")
+        without = await chromium.page(scripts=False)
+        async with held(fake, 3):
+            await page.until("document.querySelectorAll('.grid td.R').length === 3")
+            await page.hover(".grid td")
+            await page.until("document.getElementById('tip').innerText")
+            heard = await page.heard()
+            slots = [name for role, name in heard if role == "gridcell"]
+            assert slots[0].startswith("slot 0, running, request request-"), "more is said of the slot at the pointer"
+            assert slots[1:] == [
+                "slot 1, running",
+                "slot 2, running",
+                *(f"slot {place}, empty" for place in range(3, 8)),
+            ]
+            await without.open(http.gateway.url + "/")
+            assert [name for role, name in await without.heard() if role == "gridcell"] == [
+                "slot 0, running",
+                *slots[1:],
+            ]
+        await page.until("document.querySelectorAll('.grid td.R').length === 0")
+        await page.hover("h1")
+        await page.until("document.querySelector('.grid td').getAttribute('aria-label') === 'slot 0, empty'")
+        assert {"banner", "main", "navigation", "status"} <= {role for role, _ in await page.heard()}
+        playground = await chromium.page()
+        await playground.open(http.gateway.url + "/playground")
+        for each in (page, without, playground):
+            assert [role for role, name in await each.heard() if role in NAMED and not name] == []
+        await page.evaluate("document.querySelector('.grid td').removeAttribute('aria-label')")
+        assert [role for role, name in await page.heard() if role in NAMED and not name] == ["gridcell"]
+
+
 @pytest.mark.slow
 async def test_every_number_is_one_step_from_its_definition(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with looking(model, monkeypatch) as (_, http, chromium):

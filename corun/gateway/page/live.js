@@ -152,7 +152,10 @@ function showSlots(key, { cells, line, samples }) {
   nodes.set(key, known);
   known.places.forEach((place, number) => {
     const letter = cells[number] ?? ".";
-    if (known.cells[number] !== letter) place.className = `c ${letter === "." ? "none" : letter}`;
+    if (known.cells[number] !== letter) {
+      place.className = `c ${letter === "." ? "none" : letter}`;
+      place.setAttribute("aria-label", nameOf(number, letter));
+    }
     const [, , request, , , drawn, most] = known.samples.get(number) ?? [];
     const part = letter === "R" && request !== undefined ? `${Math.round((100 * drawn) / most)}%` : "";
     if (place.dataset.part === part) return;
@@ -168,6 +171,11 @@ function showSlots(key, { cells, line, samples }) {
     places.replaceChildren(...[...line].map((letter) => Object.assign(document.createElement("i"), { className: `c ${letter}` })));
   }
   if (card.querySelector("details").open) showTable(card, known);
+}
+
+/** Name a slot for those who hear the page. More is said of the one that has the focus. */
+function nameOf(number, letter = ".") {
+  return `slot ${number}, ${STATES[letter]}`;
 }
 
 /** Write the table of a node's samples. It is open, or about to be. */
@@ -221,15 +229,23 @@ function facts(cell) {
     found.push(["request", sampleName(request, index)], ["tokens", `${drawn} of ${most}`], ["seed", seed]);
   }
   if (age !== undefined) found.push(["age", seconds(age)]);
-  return { title: `slot ${number}, ${STATES[known.cells[number] ?? "."]}`, found };
+  return { title: nameOf(number, known.cells[number]), found };
 }
 
 // The details of one slot, by pointer or keyboard.
 
 let shown = null;
 
+/** Let the slot of which more was said have its name again: what was said grows old. */
+function forget() {
+  const told = shown?.isConnected && facts(shown);
+  if (told) shown.setAttribute("aria-label", told.title);
+  shown = null;
+}
+
 function showTip(cell) {
   const tip = document.getElementById("tip");
+  if (shown !== cell) forget();
   const told = cell.isConnected && facts(cell);
   shown = told ? cell : null;
   tip.hidden = !told;
@@ -252,7 +268,7 @@ function showTip(cell) {
 }
 
 function hideTip() {
-  shown = null;
+  forget();
   document.getElementById("tip").hidden = true;
 }
 
