@@ -34,7 +34,7 @@ from corun.client.client import Client
 from corun.client.progress import ProgressBar
 from corun.errors import UnavailableError
 from corun.models import tiny
-from corun.node.vllm.start import free_port
+from corun.ports import reserve
 from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu
@@ -130,9 +130,7 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         direct = path == "direct"
-        ports: list[int] = []
-        while len(ports) < (setup.decode_nodes if direct else setup.processes):
-            ports += {free_port("127.0.0.1")} - {*ports}
+        ports = [reserve("127.0.0.1") for _ in range(setup.decode_nodes if direct else setup.processes)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         nodes = [("direct" if direct else "decode", index) for index in range(setup.decode_nodes)]
         for index, port in enumerate(() if direct else ports):

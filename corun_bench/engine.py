@@ -23,6 +23,7 @@ import zmq.asyncio
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
+from corun.ports import reserve
 from corun_bench.systems import LADDER, EngineSettings
 
 ISOLATED = "prefill_node.scheduler.PrefillScheduler"
@@ -40,7 +41,7 @@ def prepare(settings: EngineSettings) -> bool:
     if settings.role != "both":
         os.environ |= {"UCX_NET_DEVICES": "lo"} if on_cpu else {"UCX_NET_DEVICES": "lo", **pin.GPU_PLUMBING}
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(base.reserve("127.0.0.1"))
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(reserve("127.0.0.1"))
     if settings.gpus:
         visible = ",".join(map(str, settings.gpus))
         if settings.role != "both":  # A peer's KV can be read only by a process that sees the peer's GPU.

@@ -23,7 +23,7 @@ from typing import Literal
 from corun import Client, ClusterStatus, UnavailableError
 from corun.config.fields import ColocatedConfig, DecodeConfig, NodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node.vllm.start import free_port
+from corun.ports import reserve
 from corun.types import NodeState, NodeStatus
 from corun_bench.children import Processes
 from corun_bench.systems import GPU_MEMORY
@@ -168,7 +168,7 @@ class Nodes:
 
     topology: Topology
     processes: Processes
-    port: int = field(default_factory=lambda: free_port("127.0.0.1"))
+    port: int = field(default_factory=lambda: reserve("127.0.0.1"))
     prefill_flags: tuple[str, ...] = ("--kv-check-fraction", "1.0")
     """Flags of nodes that compute prompts; by default they check all KV that they hand over."""
     router_flags: tuple[str, ...] = ()

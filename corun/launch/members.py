@@ -1,19 +1,21 @@
 """The processes of a cluster, by name, and the command line of each.
 
-This module is pure, except that it probes ports. It must not know how the processes are started.
+This module is pure, except that it keeps ports. It must not know how the processes are started.
 """
 
 from __future__ import annotations
 
-import socket
+import atexit
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corun.config.cluster_file import COLOCATED, GATEWAY, ROLES, SIDES, ClusterSpec, PoolSpec
 from corun.config.fields import HttpConfig
 from corun.errors import InvalidArgumentError
+from corun.ports import bound
 from corun.rpc.server import join_address
 
 LOOPBACK = "127.0.0.1"
@@ -146,15 +148,18 @@ def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
 
 
 def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int:
-    """Return the first of `count` ports in a row that can all be listened on: `port` itself, or any free one for 0."""
+    """Return the first of `count` ports in a row that can all be listened on: `port` itself, or any free one for 0.
+
+    They are kept until this process ends, so that no other process gets them before their servers listen.
+    """
     for tries_left in reversed(range(_TRIES if port == 0 else 1)):
+        first = port
         try:
-            first = port
-            for index in range(count):
-                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((host, first + index))
-                    first = first or probe.getsockname()[1]
+            with ExitStack() as held:
+                for index in range(count):
+                    kept = held.enter_context(bound(host, first + index))
+                    first = first or kept.getsockname()[1]
+                atexit.register(held.pop_all().close)
         except (OSError, OverflowError) as error:
             if not tries_left:
                 limit = f"cannot be listened on at {host}: {error}"

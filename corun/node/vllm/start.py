@@ -6,11 +6,9 @@ Must not know: gRPC, routers.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import hashlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from corun.errors import UnavailableError
 from corun.node.certificate import Certificate
 from corun.node.vllm import pin
 from corun.observe import stages
+from corun.ports import reserve
 from corun.processes import cpu_seconds
 from corun.types import Freedom, NixlEndpoint, NodeRole
 
@@ -74,39 +73,18 @@ class EngineFacts:
     """The finding of the self-test; empty: the node is certified."""
 
 
-def free_port(host: str) -> int:
-    """Return a TCP port that is free on `host` right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
-    """Return where this node's NIXL handshakes are answered. The port is the configured one, or else a free one; it is
-    reserved, which raises UnavailableError if it is taken."""
-    port = reserve(config.nixl_host, config.nixl_port)
-    return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
+    """Return where this node's NIXL handshakes are answered. The port is the configured one, or else a free one.
 
-
-def reserve(host: str, port: int = 0) -> int:
-    """Bind the port for NIXL handshakes, or a free port for 0, until this process ends, and return it.
-
-    vLLM listens on it half a minute later, and waits for ever if another process has it by then
-    (nixl/base_scheduler.py: `set_xfer_handshake_metadata`). The port is bound with SO_REUSEADDR, but not listened on.
-    So the system gives it to no process that asks for any free port, and ZMQ, which also sets SO_REUSEADDR, can still
-    listen on it.
+    It is reserved, since vLLM listens on it half a minute later, and waits for ever if another process has it by then
+    (nixl/base_scheduler.py: `set_xfer_handshake_metadata`). Raises UnavailableError if it is taken.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
+        port = reserve(config.nixl_host, config.nixl_port)
     except OSError as error:
-        held.close()
-        raise UnavailableError(f"NIXL handshakes cannot be answered at {host}:{port}: {error.strerror}") from error
-    atexit.register(held.close)  # The reference keeps the socket open until the process ends.
-    reserved: int = held.getsockname()[1]
-    return reserved
+        where = f"{config.nixl_host}:{config.nixl_port}"
+        raise UnavailableError(f"NIXL handshakes cannot be answered at {where}: {error.strerror}") from error
+    return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
 
 
 def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
