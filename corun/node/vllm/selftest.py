@@ -126,11 +126,8 @@ class Stepper:
     def layer_that_differs(self, a: Sequence[int], b: Sequence[int]) -> str:
         """Compare the KV in two lists of blocks, in place and bit by bit, and return the first layer that differs in
         words; empty if none does. The host waits for the device once for all layers, not for each."""
-        rows = {parts: (self._rows(parts, a), self._rows(parts, b)) for parts in set(map(self._parts, self._caches))}
-        equal = []
-        for cache in self._caches:
-            left, right = (cache[found].view(torch.uint8) for found in rows[self._parts(cache)])
-            equal.append((left == right).all())
+        both = zip(self._caches, self._rows(a), self._rows(b), strict=True)
+        equal = [(cache[left].view(torch.uint8) == cache[right].view(torch.uint8)).all() for cache, left, right in both]
         differ = (~torch.stack(equal)).nonzero()
         return f"the KV of layer {int(differ[0])} of {len(equal)}" if len(differ) else ""
 
@@ -173,32 +170,28 @@ class Stepper:
 
     def read(self, blocks: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return copies of the contents of KV blocks, per layer."""
-        return tuple(cache[self._rows(self._parts(cache), blocks)] for cache in self._caches)
+        return tuple(cache[rows] for cache, rows in zip(self._caches, self._rows(blocks), strict=True))
 
     def write(self, blocks: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
         """Set the contents of KV blocks, per layer."""
-        for cache, content in zip(self._caches, contents, strict=True):
-            cache[self._rows(self._parts(cache), blocks)] = content
+        for cache, rows, content in zip(self._caches, self._rows(blocks), contents, strict=True):
+            cache[rows] = content
 
     def scramble(self, blocks: Sequence[int], seed: int) -> None:
         """Fill KV blocks with normal random numbers."""
         device = self._caches[0].device
         generator = torch.Generator(device=device).manual_seed(seed)
-        for cache in self._caches:
-            rows = self._rows(self._parts(cache), blocks)
+        for cache, rows in zip(self._caches, self._rows(blocks), strict=True):
             shape = (len(rows), *cache.shape[1:])
             noise = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
             cache[rows] = noise.to(cache.dtype)
 
-    def _parts(self, cache: torch.Tensor) -> int:
-        """Return into how many rows of its cache a kernel splits a KV block."""
-        return int(cache.shape[0] // self.num_blocks)
-
-    def _rows(self, parts: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the cache rows of KV blocks."""
-        device = self._caches[0].device
-        first = torch.tensor(blocks, device=device)[:, None] * parts
-        return (first + torch.arange(parts, device=device)).flatten()
+    def _rows(self, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Return the rows of KV blocks in each layer's cache; a kernel may split a block into several rows."""
+        first = torch.tensor(blocks, device=self._caches[0].device)[:, None]
+        all_parts = [cache.shape[0] // self.num_blocks for cache in self._caches]
+        rows = {parts: (first * parts + torch.arange(parts, device=first.device)).flatten() for parts in {*all_parts}}
+        return [rows[parts] for parts in all_parts]
 
     def _schedule(
         self, tokens: Sequence[tuple[TestSequence, int]], ended: set[str], rows: int | None = None
