@@ -85,11 +85,11 @@ class DecodeTurn(_Lock):
         """Wait until a step may begin, for up to `LOOK_S`. Return whether it may: no prefill engine computes, or the
         last step began `longest_s` ago."""
         give_up = time.monotonic() + LOOK_S
-        while not (is_due := time.monotonic() >= self._last_step + self._longest_s or self._is_free()):
+        while time.monotonic() < self._last_step + self._longest_s and not self._is_free():
             if time.monotonic() >= give_up:
-                break
+                return False
             time.sleep(POLL_S)
-        return is_due
+        return True
 
     def note_step(self) -> None:
         """Remember that a step begins now."""
