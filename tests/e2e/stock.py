@@ -66,12 +66,18 @@ def outputs(llm: Any, prompts: list[list[int]], params: Any) -> list[bytes]:
     return found
 
 
+def on_a_cpu() -> dict[str, str]:
+    """The environment of stock vLLM on a CPU."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1"}
+    return {**runner, "VLLM_CPU_ATTN_SPLIT_KV": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+
+
 def engine(options: Stock) -> Any:
     """vLLM as it comes, but for prefix caching: a hit would make the second run reuse what the first computed."""
     settings: dict[str, Any] = {"model": options.model, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     if vllm_distribution().startswith("vllm-cpu"):
-        os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_ATTN_SPLIT_KV": "1"}
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+        os.environ |= on_a_cpu()
         settings |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**30, "max_num_seqs": BATCH}
         settings["max_num_batched_tokens"] = 2**15  # chunked prefill of a seeded request crashes on a CPU
     else:

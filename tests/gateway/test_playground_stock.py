@@ -13,36 +13,23 @@ import pytest
 from corun.models import tiny
 from corun_bench.children import Processes
 from tests.browser import browser, needs_chromium
+from tests.e2e.stock import on_a_cpu
 from tests.gateway.test_playground import click, column, ended, fill, hexes, playground
-from tests.machine import free_port
+from tests.machine import free_port, wait_for
+from tests.probing import probe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 240.0
 PROMPT = "Once upon a time there was a harbour"
 SEED = 4
 TOKENS = 24
-CPU = {
-    "VLLM_CPU_ATTN_SPLIT_KV": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
-async def answer_of(url: str, model: str, deadline_s: float) -> Any:
-    """Return vLLM's own answer to the page's request, alone. Try again until the deadline, since it may still start."""
-    body = {"model": model, "prompt": PROMPT, "seed": SEED, "max_tokens": TOKENS, "temperature": 0.8, "logprobs": 1}
-    loop = asyncio.get_running_loop()
-    end = loop.time() + deadline_s
-    async with aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.post(f"{url}/completions", json=body) as response:
-                    return await response.json()
-            except aiohttp.ClientConnectionError:
-                if loop.time() > end:
-                    raise
-                await asyncio.sleep(0.5)
+async def answer_of(url: str) -> Any:
+    """Return vLLM's own answer to the page's request, alone."""
+    body = {"model": "stock", "prompt": PROMPT, "seed": SEED, "max_tokens": TOKENS, "temperature": 0.8, "logprobs": 1}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/completions", json=body) as response:
+        return await response.json()
 
 
 @needs_chromium
@@ -51,13 +38,18 @@ async def test_real_stock_vllm_beside_the_cluster(model: str, tmp_path: Path) ->
     Whatever the page shows of a run alone is what vLLM says."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     flags = ("--model", str(tiny.ensure()), "--served-model-name", "stock", "--port", str(port), "--host", "127.0.0.1")
     engine = ("--enforce-eager", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(2**30))
-    environment = {**os.environ, **CPU, "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment = {**os.environ, **on_a_cpu(), "HF_HUB_OFFLINE": "1"}
+
+    def answers() -> bool:
+        processes.check()
+        return probe(port, "/health") == 200
+
     with Processes(tmp_path) as processes:
         processes.start("stock", "vllm.entrypoints.openai.api_server", *flags, *engine, env=environment)
-        answer = await answer_of(url, "stock", START_S)
+        await asyncio.to_thread(wait_for, answers, "stock vLLM answers", START_S)
+        answer = await answer_of(url)
         async with browser() as chromium, playground(model, chromium) as (fake, _, page):
             await click(page, "[value=foreign]")
             await click(page, "[value=long]")  # Stock vLLM forgets seeds beside them, on a CPU.
