@@ -21,6 +21,7 @@ from tests.traces import (
     Platform,
     Record,
     Run,
+    Step,
     Trace,
     decode_traces,
     examples,
@@ -315,6 +316,36 @@ def test_if_blocks_could_be_found_before_they_are_read_others_would_decode_from_
     ops = (slow, Run(2), Arrive(prompt=49, max_tokens=3, group=1))
     record = stepping.play(FIXED, Trace(4, 4, 20, ops), platform, role=NodeRole.DECODE)
     assert "decodes from another KV than its prompt's" in group_violations(record, 4)
+
+
+@PLATFORMS
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_step_admits_no_more_than_its_part_of_a_crowd(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """Requests of five blocks each, three of which are found in a group: with or without it, two in a step."""
+    ops = (Arrive(prompt=49, max_tokens=20, group=group), Run(4), *(Arrive(prompt=49, max_tokens=20, group=group),) * 6)
+    trace = Trace(8, 8, 99, ops)
+    assert [step.loads for step in _loading(play_group(stepping, trace, platform))] == [(0,), (1, 2, 3, 4, 5, 6)]
+    monkeypatch.setattr(load("decode_node.scheduler"), "ADMITTED_BLOCKS", 14)
+    record = play_group(stepping, trace, platform)
+    assert list(violations(record, 8)) == []
+    assert [step.loads for step in _loading(record)] == [(0,), (1, 2), (3, 4), (5, 6)]
+
+
+@PLATFORMS
+def test_a_request_with_more_blocks_than_a_step_admits_is_admitted_alone(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("decode_node.scheduler"), "ADMITTED_BLOCKS", 3)
+    ops = (Arrive(prompt=16, max_tokens=9), Arrive(prompt=90, max_tokens=9), Arrive(prompt=16, max_tokens=9))
+    record = play_group(stepping, Trace(8, 8, 99, ops), platform)
+    assert list(violations(record, 8)) == []
+    assert [step.loads for step in _loading(record)] == [(0,), (1,), (2,)]
+
+
+def _loading(record: Record) -> list[Step]:
+    return [step for step in record.steps if step.loads]
 
 
 @PLATFORMS
