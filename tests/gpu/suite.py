@@ -126,6 +126,7 @@ class Run:
                 self.report.keep(fingerprint=status.fingerprint, contracts=contracts(status))
                 for check in self.options.chosen:
                     self.check(check, nodes)
+                    self.report.keep(outputs=self._outputs.found)  # A run that is ended early can be compared, too.
                 self.drawn()
                 self._note_memory("at the end", nodes)
                 self.report.say(start_s=nodes.seconds, exit_codes=nodes.stop())
@@ -136,7 +137,6 @@ class Run:
         """Tell the digest of all outputs, and compare them with those of an earlier run."""
         found = self._outputs
         self.report.say(bits=found.digest, cases=len(found.found), tokens=found.tokens)
-        self.report.keep(outputs=found.found)
         if (earlier := self.options.same_bits_as) is not None:
             self.report.add(found.against(json.loads(earlier.read_text())["conditions"]["outputs"]))
 
