@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
+from corun.node import scratch
 from corun.node.membership import NodeAgent
 from corun.node.metrics import EngineCollector, NodeMetrics
 from corun.node.watchdog import Pulse
@@ -322,6 +323,7 @@ async def live_and_leave(
         log.error("%s", error)
         code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
     await tracing.stop()
+    scratch.leave()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

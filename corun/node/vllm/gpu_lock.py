@@ -11,9 +11,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from pathlib import Path
+
+from corun.node.scratch import own_folder
 
 POLL_S = 0.0005
 LOOK_S = 0.005
@@ -21,21 +22,16 @@ LOOK_S = 0.005
 log = logging.getLogger(__name__)
 
 
-def lock_file(gpu: str, directory: Path | None = None) -> Path | None:
-    """Return the lock file of a GPU, by its UUID, for the engines of one user on one machine; make its directory.
+def lock_file(gpu: str, base: Path | None = None) -> Path | None:
+    """Return the lock file of a GPU, by its UUID, for the engines of one user on one machine.
 
-    Return None if the directory belongs to another user or cannot be made: then engines take no turns, which costs only
-    speed.
+    Return None if there can be none: then engines take no turns, which costs only speed.
     """
-    found = directory or Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
     try:
-        found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if found.stat(follow_symlinks=False).st_uid != os.getuid():
-            raise PermissionError(f"{found} is another user's")
+        return own_folder(base) / f"gpu-{gpu}"
     except OSError as error:
         log.warning("engines on one GPU take no turns: %s", error)
         return None
-    return found / f"gpu-{gpu}"
 
 
 class _Lock:

@@ -20,6 +20,7 @@ from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
 from corun.errors import UnavailableError
+from corun.node import scratch
 from corun.node.certificate import Certificate
 from corun.node.vllm import pin
 from corun.observe import stages
@@ -97,6 +98,8 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     # Not the port, which may be another one at each start: in the environment, vLLM would make it a part of the key of
     # its compile cache (envs.py: `compile_factors`), and each start would compile all anew.
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host})
+    if "VLLM_RPC_BASE_PATH" not in os.environ and (folder := scratch.socket_folder()) is not None:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     if not on_cpu and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
         devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
