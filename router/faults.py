@@ -13,6 +13,7 @@ from corun.types import NodeRef
 from router.attempt import NodeFaultError
 from router.clock import loop_time
 from router.metrics import RouterMetrics
+from router.nodes.node_client import NotFiniteError
 from router.nodes.registry import Registry
 
 CLOCK_SLACK_S = 0.1
@@ -39,6 +40,8 @@ class Faults:
         """How many of these went away in the attempt."""
         self.num_failed = 0
         """The number of attempts that a fault ended, including excused ones."""
+        self.not_finite: list[tuple[NodeRef, ...]] = []
+        """Where the attempts without finite logits ran."""
         self._name = name
         self._deadline = deadline
         self._registry = registry
@@ -52,9 +55,15 @@ class Faults:
             log.info("an attempt of %s ended: %s", self._name, fault)
             raise DeadlineError(f"the deadline passed in an attempt of {self._name}") from fault
 
-    def note(self, fault: NodeFaultError, still_s: float) -> None:
+    @property
+    def lack_finite_logits(self) -> bool:
+        """Whether so many attempts had no finite logits that the request itself is at fault."""
+        return len(self.not_finite) >= min(NOT_FINITE_ATTEMPTS, self._config.max_attempts)
+
+    def note(self, fault: NodeFaultError, ran_on: tuple[NodeRef, ...], still_s: float) -> None:
         """Count the fault that ended an attempt, unless it is excused, and tell the registry of it.
 
+        ran_on: the nodes of the attempt.
         still_s: for how many seconds this router itself stood still in the attempt. Nodes end the streams and leases of
             a router that is silent for too long. The failed attempt is then not their fault, and it is no reason to
             give the request up before its deadline. Each such attempt takes so long that even a request that kills
@@ -75,7 +84,17 @@ class Faults:
         else:
             self.nodes.append(fault.node.info.ref)
             self.losses += fault.is_loss
+        if isinstance(fault.error, NotFiniteError):
+            self.not_finite.append(ran_on)
         self._registry.note_fault(fault.node, fault.error)
+
+    def contradict(self, ran_on: tuple[NodeRef, ...]) -> None:
+        """Quarantine the nodes that had no finite logits, once an attempt has shown that the logits are finite. Its own
+        nodes are suspects only if there are no others."""
+        suspects = [ref for refs in self.not_finite for ref in refs]
+        if suspects:
+            others = [ref for ref in suspects if ref not in ran_on]
+            self._registry.quarantine(others or suspects, self._name)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.nodes))

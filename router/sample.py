@@ -27,10 +27,9 @@ from corun.receipt import Receipt
 from corun.types import FinishReason
 from router.attempt import Attempt, NodeFaultError, SampleTask, receipt_of
 from router.clock import loop_time
-from router.faults import NOT_FINITE_ATTEMPTS, Faults
+from router.faults import Faults
 from router.metrics import RouterMetrics
 from router.nodes.node import Placement
-from router.nodes.node_client import is_not_finite
 from router.nodes.registry import Registry
 from router.output import SampleOutput
 from router.queue import QueueEntry, SampleQueue
@@ -75,8 +74,6 @@ class SampleRun:
         self._reached: list[tuple[int, Placement]] = []
         """The attempts that have ended: the tokens that the sample had then, and where it ran."""
         self._faults = Faults(str(task), task.deadline, runner.registry, runner.config, runner.metrics)
-        self._not_finite: list[tuple[int, Placement]] = []
-        """The attempts without finite logits, as in `_reached`."""
 
     async def run(self) -> Receipt:
         """Run the sample to its end. Its tokens go to the output as they come.
@@ -160,9 +157,7 @@ class SampleRun:
         sample if there is no next attempt."""
         self._faults.check_deadline(fault)
         attempt.span.fail(fault)
-        self._faults.note(fault, still_s)
-        if is_not_finite(fault.error):
-            self._not_finite.append((self._output.num_tokens, attempt.placement))
+        self._faults.note(fault, attempt.placement.refs, still_s)
         if error := self._final_error():
             log.error("%s: %s", self._task, error)
             raise error from fault
@@ -177,8 +172,8 @@ class SampleRun:
         """
         task, max_attempts, nodes = self._task, self._runner.config.max_attempts, self._faults
         runs = len(nodes.nodes)
-        if len(self._not_finite) >= min(NOT_FINITE_ATTEMPTS, max_attempts):
-            position, _ = self._not_finite[-1]
+        if nodes.lack_finite_logits:
+            position = self._output.num_tokens
             limit = f"has logits that are not finite at output token {position} with these parameters ({nodes})"
             return InvalidArgumentError("prompt", Shown(f"{len(task.prompt_token_ids)} tokens"), limit)
         if runs < max_attempts:
@@ -211,9 +206,6 @@ class SampleRun:
                 task.arrived, self._first_token_at, receipt.num_prompt_tokens, receipt.num_output_tokens
             )
         output.deliver(receipt)
-        if contradicted := [ref for _, placement in self._not_finite for ref in placement.refs]:
-            # This attempt shows that the logits are finite. Its own nodes are suspects only if there are no others.
-            others = [ref for ref in contradicted if ref not in newest.refs]
-            runner.registry.quarantine(others or contradicted, str(task))
+        self._faults.contradict(newest.refs)
         runner.on_finished(Finished(task=task, receipt=receipt, records=output.records, node_reason=output.node_reason))
         return receipt

@@ -17,17 +17,18 @@ from functools import partial
 
 from corun.completion import Prompt, Score, Scores
 from corun.config.fields import RouterConfig
-from corun.errors import DeadlineError, InternalError, InvalidArgumentError, Shown, UnavailableError
+from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError
 from corun.observe.tracing import OFF, Span
 from corun.params import check_continuations, check_request_id, check_scored_lengths, check_token_ids
 from corun.receipt import output_digest
 from corun.rpc.auth import ANYONE, Caller
-from corun.types import NodeRef, Priority, TokenScores
+from corun.types import Priority, TokenScores
 from router.attempt import NodeFaultError, faults_of
 from router.clock import loop_time
-from router.faults import NOT_FINITE_ATTEMPTS, Faults
+from router.faults import Faults
 from router.metrics import RouterMetrics
 from router.nodes.node import PrefillNode
+from router.nodes.node_client import NotFiniteError
 from router.nodes.registry import Registry
 from router.placement import Need, beginnings_of
 from router.prompts import Model
@@ -194,8 +195,6 @@ class ScoreRun:
         self._task = task
         self._entry = entry
         self._faults = Faults(task.name, task.deadline, runner.registry, runner.config, runner.metrics)
-        self._not_finite: list[NodeRef] = []
-        """The nodes whose logits were not finite."""
 
     async def run(self) -> Score:
         """Return the score. Raises the errors of `ScoreRunner.score`."""
@@ -229,20 +228,19 @@ class ScoreRun:
                 len(self._task.continuation),
                 min(left, self._runner.config.prefill_timeout_s),
                 span.metadata,
-                share_scope="" if self._faults.nodes or self._not_finite else self._task.share_scope,
+                share_scope="" if self._faults.nodes or self._faults.not_finite else self._task.share_scope,
             )
         if not all(map(math.isfinite, (*found.logprobs, *found.top_logprobs))):
-            self._not_finite.append(node.info.ref)
-            raise NodeFaultError(node, InternalError("the logits are not finite"))
+            raise NodeFaultError(node, NotFiniteError("the logits are not finite"))
         return found
 
     def _note_fault(self, fault: NodeFaultError, still_s: float) -> None:
         """Take a node fault into account (`Faults.note`), and prepare the next attempt. Raises the error that ends the
         score if there is no next attempt."""
         self._faults.check_deadline(fault)
-        self._faults.note(fault, still_s)
+        self._faults.note(fault, (fault.node.info.ref,), still_s)
         nodes, max_attempts, name = self._faults, self._runner.config.max_attempts, self._task.name
-        if len(self._not_finite) >= min(NOT_FINITE_ATTEMPTS, max_attempts):
+        if nodes.lack_finite_logits:
             found = Shown(f"{self._task.num_tokens} tokens")
             raise InvalidArgumentError("continuations", found, f"has logits that are not finite ({nodes})") from fault
         if len(nodes.nodes) >= max_attempts:
@@ -251,9 +249,7 @@ class ScoreRun:
 
     def _finish(self, node: PrefillNode, found: TokenScores) -> Score:
         runner = self._runner
-        if self._not_finite:  # This attempt shows that the logits are finite. Its node is a suspect if it is alone.
-            others = [ref for ref in self._not_finite if ref != node.info.ref]
-            runner.registry.quarantine(others or self._not_finite, self._task.name)
+        self._faults.contradict((node.info.ref,))
         runner.metrics.scored_tokens.inc(len(found.logprobs))
         return Score(
             token_ids=self._task.continuation,

@@ -22,7 +22,7 @@ from corun.types import NO_ALTERNATIVES, Alternatives, AuditStatus, FinishReason
 from router.attempt import NodeFaultError, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.clock import loop_time
-from router.nodes.node_client import is_not_finite
+from router.nodes.node_client import NotFiniteError
 from router.nodes.registry import Registry
 from router.output import RECORD, Output
 from router.placement import Need
@@ -166,7 +166,7 @@ class Auditor:
 
     def _ended(self, run: IdleRun) -> None:
         audit, end = self._running.pop(run), run.end
-        if isinstance(end, NodeFaultError) and is_not_finite(end.error):
+        if isinstance(end, NodeFaultError) and isinstance(end.error, NotFiniteError):
             end = FinishReason.ERROR  # This is a difference: the first run had finite logits and drew tokens.
         if isinstance(end, FinishReason):
             self._judge(audit, run, end)

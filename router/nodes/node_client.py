@@ -209,14 +209,9 @@ class PrefillClient(NodeClient):
 _CONSTRAINT = "sampling_params.structured_outputs"
 
 
-class _NotFiniteError(InternalError):
-    pass
-
-
-def is_not_finite(error: CorunError) -> bool:
-    """Return whether a node could draw no token because the logits were not finite. Other nodes get the same logits,
-    unless one of the nodes is broken."""
-    return isinstance(error, _NotFiniteError)
+class NotFiniteError(InternalError):
+    """A node could draw no token because the logits were not finite. Other nodes get the same logits, unless one of the
+    nodes is broken."""
 
 
 class RemoteLease:
@@ -273,7 +268,7 @@ class RemoteLease:
         if invalid:
             self.ended.set_exception(InvalidArgumentError(_CONSTRAINT, Shown("the constraint"), detail))
         elif reason is FinishReason.ERROR:
-            kind = _NotFiniteError if not_finite else InternalError
+            kind = NotFiniteError if not_finite else InternalError
             self.ended.set_exception(kind(detail or "the node ended the sample without a reason"))
         else:
             self.ended.set_result(reason)

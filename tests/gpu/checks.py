@@ -17,7 +17,7 @@ from typing import Any
 
 from corun import Client, ClusterStatus, Generation, SamplingParams, Score
 from corun.cli import verify_report
-from corun.records.verification import Condition
+from corun.records.verification import Condition, VerifyCase
 from corun.types import NodeRole
 from corun_bench.nodes import Nodes
 from prefill_node.engine import prefill_buckets
@@ -39,6 +39,8 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"logit_bias": {40: 4.0}},
     {"min_tokens": 12},
 )
+PREFIX_LENGTHS = (40, 257, 600, 1000, 2049, 4100, 12_000, 30_000)
+LONG = 8192
 Found = Outcome | dict[str, Any]
 """A result, or facts that were measured."""
 
@@ -327,6 +329,44 @@ def alternatives(bench: Bench) -> Iterator[Found]:
     yield Outcome(name="drawn tokens among their alternatives have one log probability", total=among, equal=drawn)
 
 
+def prefixes(bench: Bench) -> Iterator[Found]:
+    """Force misses of the prefix cache, then hits: of whole prompts, and of their beginnings in other prompts.
+
+    A verification runs the latter isolated, so that their KV is computed without any cache.
+    """
+    draw, params = random.Random(16), sampling(max_tokens=16)
+
+    def case(prompt: list[int]) -> Case:
+        return prompt, params, draw.randrange(2**63)
+
+    lengths = [length for length in PREFIX_LENGTHS if length <= bench.prompts.model_len - 64]
+    whole = [case(bench.prompts.draw(length, draw)) for length in lengths]
+    others = [case([*prompt[: 3 * len(prompt) // 4], *bench.prompts.draw(40, draw)]) for prompt, _, _ in whole]
+    missed, hit = bench.run(whole, 1), bench.run(whole, len(whole))
+    yield compared("prompts that are computed, and found in the cache", missed, hit)
+    begun = bench.run(others, len(others))
+    cases = [
+        VerifyCase(prompt_token_ids=tuple(prompt), sampling_params=params, seed=seed, output_digest=digest)
+        for (prompt, _, seed), digest in zip(others, (one.receipt.output_digest for one in begun), strict=True)
+    ]
+    isolated = list(bench.client.verify(cases, [Condition.ALONE], timeout_s=bench.remaining_s))
+    equal = sum(result.match for result in isolated)
+    yield Outcome(name="prompts whose beginnings are found, and isolated", total=len(cases), equal=equal)
+    cached = [sum(one.receipt.cached_tokens for one in found) for found in (missed, hit, begun)]
+    yield {"cached tokens of": dict(zip(("misses", "hits", "beginnings"), cached, strict=True))}
+    may_hit = bench.nodes.topology.freedoms in ("all", "cached")
+    if cached[0] or all(cached[1:]) != may_hit:
+        yield Outcome(name="misses and hits were forced", error=f"cached tokens {cached}, may hit: {may_hit}")
+
+
+def long_prompts(bench: Bench) -> Iterator[Found]:
+    """Where the model takes them, run prompts of more than 8192 tokens."""
+    longest = bench.prompts.model_len - 64
+    if longest > LONG:
+        made = bench.cases(bench.count(8), LONG + 1, longest, 17)
+        yield bench.compare(f"prompts of {LONG + 1} to {longest} tokens", made, len(made))
+
+
 def long_outputs(bench: Bench) -> Iterator[Found]:
     """Run two long outputs alone, then among others that come and go."""
     length = min(bench.long_output, bench.prompts.model_len - 400)
@@ -363,6 +403,8 @@ CHECKS: tuple[Check, ...] = (
     Check(scores, 90),
     Check(constrained, 90),
     Check(alternatives, 60),
+    Check(prefixes, 90),
+    Check(long_prompts, 120),
     Check(long_outputs, 240),
     Check(restarts, 300, least_s=100),
 )
