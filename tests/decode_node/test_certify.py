@@ -32,6 +32,16 @@ def test_every_row_is_busy_in_some_step_and_rows_move() -> None:
     assert {*stepper.told} == {None}, "no step holds prompts"
 
 
+@pytest.mark.parametrize(("rows", "scenes"), [(1, 1), (2, 3), (6, 3), (7, 4)])
+def test_no_scene_is_played_again_where_few_rows_leave_no_room_for_another(rows: int, scenes: int) -> None:
+    """Beside as many probes as there are rows no neighbour fits, and one row is always alone."""
+    stepper = FakeStepper(num_blocks=2000)
+    made = load("decode_node.certify").Certification(stepper, ROWS, number_of)
+    before = made.comparisons
+    assert made.check(rows) == ""
+    assert made.comparisons - before == scenes * 6
+
+
 FLAWS: dict[str, Flaw] = {
     "the number of rows": lambda row, batch, sequence: len(batch),
     "the row": lambda row, batch, sequence: row,
