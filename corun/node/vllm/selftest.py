@@ -180,7 +180,7 @@ class Stepper:
             cache[rows] = content
 
     def scramble(self, blocks: Sequence[int], seed: int) -> None:
-        """Fill KV blocks with normal random numbers. They are drawn in fp32: a CPU takes four times as long for bf16."""
+        """Fill KV blocks with normal random numbers. Drawn in fp32: a CPU takes four times as long for bf16."""
         device = self._caches[0].device
         generator = torch.Generator(device=device).manual_seed(seed)
         for cache, rows in zip(self._caches, self._rows(blocks), strict=True):
