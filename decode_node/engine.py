@@ -248,7 +248,7 @@ class VllmDecodeEngine:
         await self._trials.close()
         if not self._llm.errored:
             await self._log_handoffs(LAST_REPORT_S)
-        self._llm.shutdown()
+        base.end(self._llm)
 
     def note_dead(self) -> None:
         self.on_death()

@@ -369,7 +369,7 @@ class VllmPrefillEngine:
 
     async def close(self) -> None:
         """End the engine's processes."""
-        self._llm.shutdown()
+        base.end(self._llm)
 
     async def _run(
         self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
