@@ -74,7 +74,7 @@ class Certification:
             The first difference in words; empty if every bit is the same.
         """
         scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {"alone, in other KV blocks": self._one_by_one}
-        if rows > len(self._probes):
+        if len(self._probes) % rows:  # Some group leaves rows to neighbours.
             scenes["half of the rows busy"] = lambda: self._in_groups(rows, part=2, moving=False)
         if rows > 1:
             scenes["all rows busy"] = lambda: self._in_groups(rows, part=1, moving=False)

@@ -35,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from corun.node.vllm.gpu_lock import DecodeTurn
 from corun.node.vllm.scheduler import ReservingScheduler
-from corun.room import shared_blocks
+from corun.room import blocks_needed, shared_blocks
 from decode_node.masks import MaskBackend, RowGrammar
 
 LONGEST_WAIT = "longest_wait_s"
@@ -47,10 +47,11 @@ mostly takes 0.3 ms, but 20 ms if the constraint holds a text of 60,000 characte
 ENOUGH_S = 1e-6
 """The time, in seconds, that is too short for any mask."""
 ADMITTED_BLOCKS = 2048
-"""The KV blocks of the requests that one step admits; a request with more is admitted alone.
+"""The KV blocks of the prompts that one step admits; a prompt with more is admitted alone.
 
-All rows wait while requests are admitted. On the host of an H200 this takes 5 ms for 1000 blocks, found or read, while
-the engine takes in further requests. So 64 samples of 8000 tokens would hold the rows up for 0.16 s in one step.
+All rows wait while requests are admitted. Each block of a prompt is looked at, whether it is found or is to be read. On
+the host of an H200 this takes 5 ms for 1000 blocks while the engine takes in further requests. So 64 samples of 8000
+tokens would hold the rows up for 0.16 s in one step.
 """
 
 
@@ -154,7 +155,7 @@ class FixedSlotScheduler(ReservingScheduler):
                 if request.cache_salt in reading:
                     continue
                 reading.add(request.cache_salt)
-            blocks += self.blocks_of(request)
+            blocks += blocks_needed(request.num_prompt_tokens, self.block_size)
             free -= self.blocks_of(request) - num_held
             if free < 0 or (chosen and blocks > ADMITTED_BLOCKS):
                 break

@@ -16,8 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-LONGEST = 54
-"""The longest path of a folder of sockets, in bytes. Linux allows 107 for a socket; vLLM's names take 36."""
+LONGEST = 70
+"""The longest path of a folder of sockets, in bytes. Linux allows 107 for a socket. A slash and vLLM's name take 37."""
 _PREFIX = "engine-"
 _mine: list[Path] = []
 log = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ def socket_folder(base: Path | None = None) -> Path | None:
         if len(bytes(parent)) + len(f"/{_PREFIX}12345678") > LONGEST:
             parent = own_folder(Path("/tmp"))
         _remove_abandoned(parent)
-        fresh = Path(tempfile.mkdtemp(prefix="fresh-", dir=parent))
-        fcntl.flock(os.open(fresh, os.O_RDONLY), fcntl.LOCK_EX)  # The kernel ends it with this process.
-        folder = fresh.rename(parent / fresh.name.replace("fresh-", _PREFIX))  # Others look at it from here on.
+        folder = _locked_folder(parent)
     except OSError as error:
         log.warning("the sockets of this node's engine will stay behind: %s", error)
         return None
@@ -60,6 +58,19 @@ def leave() -> None:
     """Remove this process's folders, once its engine has ended."""
     while _mine:
         shutil.rmtree(_mine.pop(), ignore_errors=True)
+
+
+def _locked_folder(parent: Path) -> Path:
+    """Make a folder whose lock this process holds as long as it lives. Others look at it once it has its name."""
+    fresh = Path(tempfile.mkdtemp(prefix="fresh-", dir=parent))
+    descriptor = os.open(fresh, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # The file system has no such locks.
+        os.close(descriptor)
+        fresh.rmdir()
+        raise
+    return fresh.rename(parent / fresh.name.replace("fresh-", _PREFIX))
 
 
 def _remove_abandoned(parent: Path) -> None:

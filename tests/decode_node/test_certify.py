@@ -32,9 +32,9 @@ def test_every_row_is_busy_in_some_step_and_rows_move() -> None:
     assert {*stepper.told} == {None}, "no step holds prompts"
 
 
-@pytest.mark.parametrize(("rows", "scenes"), [(1, 1), (2, 3), (6, 3), (7, 4)])
+@pytest.mark.parametrize(("rows", "scenes"), [(1, 1), (2, 3), (4, 4), (6, 3), (7, 4)])
 def test_no_scene_is_played_again_where_few_rows_leave_no_room_for_another(rows: int, scenes: int) -> None:
-    """Beside as many probes as there are rows no neighbour fits, and one row is always alone."""
+    """Beside groups of as many probes as there are rows no neighbour fits, and one row is always alone."""
     stepper = FakeStepper(num_blocks=2000)
     made = load("decode_node.certify").Certification(stepper, ROWS, number_of)
     before = made.comparisons

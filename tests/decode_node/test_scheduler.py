@@ -323,18 +323,29 @@ def test_if_blocks_could_be_found_before_they_are_read_others_would_decode_from_
 def test_a_step_admits_no_more_than_its_part_of_a_crowd(
     stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
-    """Requests of five blocks each, three of which are found in a group: with or without it, two in a step."""
+    """Prompts of four blocks each, three of which are found in a group: with or without it, two in a step."""
     ops = (Arrive(prompt=49, max_tokens=20, group=group), Run(4), *(Arrive(prompt=49, max_tokens=20, group=group),) * 6)
     trace = Trace(8, 8, 99, ops)
     assert [step.loads for step in _loading(play_group(stepping, trace, platform))] == [(0,), (1, 2, 3, 4, 5, 6)]
-    monkeypatch.setattr(load("decode_node.scheduler"), "ADMITTED_BLOCKS", 14)
+    monkeypatch.setattr(load("decode_node.scheduler"), "ADMITTED_BLOCKS", 11)
     record = play_group(stepping, trace, platform)
     assert list(violations(record, 8)) == []
     assert [step.loads for step in _loading(record)] == [(0,), (1, 2), (3, 4), (5, 6)]
 
 
 @PLATFORMS
-def test_a_request_with_more_blocks_than_a_step_admits_is_admitted_alone(
+def test_outputs_of_any_length_are_admitted_together(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block of an output is looked at when its request is admitted."""
+    monkeypatch.setattr(load("decode_node.scheduler"), "ADMITTED_BLOCKS", 4)
+    record = play_group(stepping, Trace(8, 8, 99, (Arrive(prompt=16, max_tokens=90),) * 4), platform)
+    assert list(violations(record, 8)) == []
+    assert [step.loads for step in _loading(record)] == [(0, 1, 2, 3)]
+
+
+@PLATFORMS
+def test_a_prompt_with_more_blocks_than_a_step_admits_is_admitted_alone(
     stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load("decode_node.scheduler"), "ADMITTED_BLOCKS", 3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from corun import Generation
@@ -34,12 +34,14 @@ class Outputs:
         """One digest over all cases and outputs, 64 hex digits; equal for runs of the same cases with the same bits."""
         return hashlib.sha256(json.dumps(self.found, sort_keys=True).encode()).hexdigest()
 
-    def against(self, earlier: Mapping[str, str]) -> Outcome:
-        """Compare with the outputs of an earlier run, in the cases that both have."""
+    def against(self, earlier: Mapping[str, str]) -> Iterator[Outcome]:
+        """Compare with the outputs of an earlier run, in the cases that both have. Say if it lacks some of these."""
         shared = self.found.keys() & earlier.keys()
         equal = sum(self.found[case] == earlier[case] for case in shared)
         detail = {"cases here": len(self.found), "cases there": len(earlier)}
-        return Outcome(name="the bits of an earlier run", total=len(shared), equal=equal, detail=detail)
+        yield Outcome(name="the bits of an earlier run", total=len(shared), equal=equal, detail=detail)
+        if missing := len(self.found) - len(shared):
+            yield Outcome(name="all cases of an earlier run", skipped=f"{missing} of {len(self.found)} are not there")
 
 
 def _digest(data: bytes) -> str:

@@ -138,7 +138,8 @@ class Run:
         found = self._outputs
         self.report.say(bits=found.digest, cases=len(found.found), tokens=found.tokens)
         if (earlier := self.options.same_bits_as) is not None:
-            self.report.add(found.against(json.loads(earlier.read_text())["conditions"]["outputs"]))
+            for outcome in found.against(json.loads(earlier.read_text())["conditions"]["outputs"]):
+                self.report.add(outcome)
 
     def check(self, check: Check, nodes: Nodes) -> None:
         """Run one check within its limit; its errors are its result."""

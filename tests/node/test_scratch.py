@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +69,24 @@ def test_a_path_that_is_too_long_for_a_socket_is_not_used(base: Path) -> None:
     assert found is not None
     assert not found.is_relative_to(base)
     assert len(bytes(found)) <= scratch.LONGEST
+
+
+def test_a_socket_of_vllms_fits_into_the_longest_path(base: Path) -> None:
+    folder = base / ("x" * (scratch.LONGEST - len(bytes(base)) - 1))
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / str(uuid.uuid4())))
+        with pytest.raises(OSError, match="too long"):
+            made.bind(str(folder / f"{uuid.uuid4()}x"))
+
+
+def test_where_nothing_can_be_locked_nothing_is_left(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    assert scratch.socket_folder(base) is None
+    assert list(scratch.own_folder(base).iterdir()) == []
 
 
 def test_without_a_folder_of_ones_own_there_is_none(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
