@@ -37,7 +37,8 @@ async def completion(asked: CompletionRequest, client: AsyncClient, model: str) 
 async def whole(
     asked: CompletionRequest, client: AsyncClient, shape: Shape, begun: dict[str, Any], echoes: Sequence[Echo] = ()
 ) -> dict[str, Any]:
-    """Run a request and return its whole answer, which begins with the fields `begun`. echoes: its prompts, scored."""
+    """Run a request and return its whole answer, which begins with the fields `begun`. What is large in it is made when
+    it is sent (`responses.parts`). echoes: its prompts, scored."""
     found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
     async with aclosing(chunks_of(asked, client)) as chunks:
         async for index, chunk in chunks:
@@ -47,7 +48,7 @@ async def whole(
         answer = shape.completion(begun, asked, generations)
     else:  # Reading calls takes about a microsecond a character, and there may be many samples.
         answer = await asyncio.to_thread(shape.completion, begun, asked, generations)
-    return with_echoes(answer, asked, echoes) if echoes else answer
+    return await asyncio.to_thread(with_echoes, answer, asked, echoes) if echoes else answer
 
 
 def chunks_of(asked: CompletionRequest, client: AsyncClient) -> Numbered:

@@ -5,7 +5,6 @@ What differs from a completion is here; what is common to both is in `responses`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,9 +13,11 @@ from corun.gateway import tools
 from corun.gateway.requests import CompletionRequest
 from corun.gateway.responses import (
     Events,
+    Parts,
     Sent,
     Shape,
     begin,
+    by_lots,
     dumped,
     exact,
     names_of,
@@ -78,7 +79,7 @@ class ChatEvents(Events):
         return f',"token_ids":[{",".join(map(str, chunk.token_ids))}]'
 
     def _logprobs(self, chunk: Chunk, texts: Sequence[str], begin: int) -> str:
-        return _logprobs(chunk, texts, as_ids=self._asked.tokens_as_ids)
+        return "".join(_logprobs(chunk, texts, as_ids=self._asked.tokens_as_ids))
 
 
 CHAT = Shape(head=head, completion=completion, events=ChatEvents)
@@ -87,7 +88,7 @@ CHAT = Shape(head=head, completion=completion, events=ChatEvents)
 def _choice(asked: CompletionRequest, prompt: Sequence[int], sample: Sample) -> dict[str, Any]:
     logprobs = None
     if asked.params.logprobs:
-        logprobs = json.loads(_logprobs(sample, sample.token_texts, as_ids=asked.tokens_as_ids))
+        logprobs = Parts(lambda: _logprobs(sample, sample.token_texts, as_ids=asked.tokens_as_ids))
     reason, said = sample.finish_reason.value, {"role": "assistant", "content": sample.text}
     if asked.calls is not None:
         said, num_calls = tools.message(sample.text, asked.calls, prompt, sample.seed)
@@ -97,14 +98,16 @@ def _choice(asked: CompletionRequest, prompt: Sequence[int], sample: Sample) -> 
     return {**choice, **ids, "corun": own(sample)}
 
 
-def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> str:
-    """Return the log probabilities as JSON, with the alternatives of each token if there are any."""
+def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:
+    """Yield the log probabilities as JSON, with the alternatives of each token if there are any."""
     tops = output.top_logprobs or [NO_ALTERNATIVES] * len(output.token_ids)
     entries = (
         f'{{{token},"top_logprobs":[{",".join(f"{{{other}}}" for other in _tokens(each, each.texts, as_ids=as_ids))}]}}'
         for token, each in zip(_tokens(output, texts, as_ids=as_ids), tops, strict=True)
     )
-    return f'{{"content":[{",".join(entries)}]}}'
+    yield '{"content":['
+    yield from by_lots(entries)
+    yield "]}"
 
 
 def _tokens(found: Chunk | Sample | Alternatives, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:

@@ -31,8 +31,8 @@ from corun.gateway.renders import Renders
 from corun.gateway.requests import CompletionRequest, read_request
 from corun.gateway.response_items import shape
 from corun.gateway.response_requests import named, read_response_request
-from corun.gateway.responses import COMPLETION, Events, Shape, echoed
-from corun.gateway.streams import EventStream
+from corun.gateway.responses import COMPLETION, Events, Shape, echoed, parts
+from corun.gateway.streams import EventStream, send_whole
 from corun.observe.trace_context import TRACEPARENT, read, within
 from corun.types import TemplateSource, Tokens
 
@@ -79,7 +79,8 @@ class Completions:
                     asked = await translated(asked, client)
                     echoes = await echoes_of(asked, client) if asked.scores else ()
                 if not asked.draws:
-                    return web.json_response(echoed(COMPLETION.head(asked, incoming.served.name), asked, echoes))
+                    answer = echoed(COMPLETION.head(asked, incoming.served.name), asked, echoes)
+                    return await send_whole(request, parts(answer), self._config.client_timeout_s)
                 return await self._run(incoming, asked, client, COMPLETION, echoes)
 
     async def post_chat(self, request: web.Request) -> web.StreamResponse:
@@ -176,7 +177,8 @@ class Completions:
             async with aclosing(chunks_of(asked, client)) as chunks:
                 return await self._stream(incoming.request, shape.events(begun, asked), chunks)
         with self.activity.told():
-            return web.json_response(await whole(asked, client, shape, begun, echoes))
+            answer = await whole(asked, client, shape, begun, echoes)
+        return await send_whole(incoming.request, parts(answer), self._config.client_timeout_s)
 
     async def _stream(self, request: web.Request, events: Events, chunks: Numbered) -> web.StreamResponse:
         answer = EventStream(request, self._config.client_timeout_s)

@@ -1,12 +1,12 @@
-"""The events of a streamed answer, as a client takes them.
+"""An answer as a client takes it: the events of a stream, or a whole one in pieces.
 
-This module must not know what is in an event.
+This module must not know what is in an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -15,12 +15,38 @@ MAX_BUFFERED = 32 * 1024
 """The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB."""
 
 
+PIECE = 16 * 1024
+"""The characters of a piece of a whole answer, at least."""
+JSON = "application/json"
+
+
+async def send_whole(request: web.Request, parts: Iterable[str], timeout_s: float) -> web.StreamResponse:
+    """Send a whole answer, as JSON that comes in parts.
+
+    A long one is made and sent piece by piece: meanwhile other clients' streams go on, and a client that takes nothing
+    for `timeout_s` seconds is dropped. Raises ConnectionError for such a client, and for one that is gone.
+    """
+    answer = EventStream(request, timeout_s, content_type=JSON)
+    held: list[str] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= PIECE:
+            await answer.send("".join(held))
+            await asyncio.sleep(0)  # A client that takes all at once makes nothing wait.
+            held, size = [], 0
+    last = "".join(held)
+    return await answer.end(last) if answer.begun else web.Response(text=last, content_type=JSON)
+
+
 class EventStream:
     """A response that is sent event by event. Its status is sent with the first event."""
 
-    def __init__(self, request: web.Request, timeout_s: float) -> None:
+    def __init__(self, request: web.Request, timeout_s: float, content_type: str = "text/event-stream") -> None:
         self._request = request
         self._timeout_s = timeout_s
+        self._content_type = content_type
         self._response: web.StreamResponse | None = None
 
     @property
@@ -44,7 +70,7 @@ class EventStream:
         return self._response
 
     async def _begin(self) -> web.StreamResponse:
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        headers = {"Content-Type": f"{self._content_type}; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(self._request)
         self._response = response
