@@ -99,15 +99,23 @@ def _choice(asked: CompletionRequest, prompt: Sequence[int], sample: Sample) -> 
 
 
 def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:
-    """Yield the log probabilities as JSON, with the alternatives of each token if there are any."""
+    """Yield the log probabilities as JSON, with the alternatives of each token if there are any.
+
+    A token that is its own alternative has the same name there: alone, a part of a character has another text.
+    """
     tops = output.top_logprobs or [NO_ALTERNATIVES] * len(output.token_ids)
-    entries = (
-        f'{{{token},"top_logprobs":[{",".join(f"{{{other}}}" for other in _tokens(each, each.texts, as_ids=as_ids))}]}}'
-        for token, each in zip(_tokens(output, texts, as_ids=as_ids), tops, strict=True)
-    )
+    beside = (_beside(*each, as_ids=as_ids) for each in zip(output.token_ids, texts, tops, strict=True))
+    drawn = zip(_tokens(output, texts, as_ids=as_ids), beside, strict=True)
+    entries = (f'{{{token},"top_logprobs":[{others}]}}' for token, others in drawn)
     yield '{"content":['
     yield from by_lots(entries)
     yield "]}"
+
+
+def _beside(token_id: int, text: str, tops: Alternatives, *, as_ids: bool) -> str:
+    """Return the alternatives to a drawn token as the items of a JSON list. text: the drawn token's own."""
+    texts = [text if other == token_id else its for other, its in zip(tops.token_ids, tops.texts, strict=True)]
+    return ",".join(f"{{{each}}}" for each in _tokens(tops, texts, as_ids=as_ids))
 
 
 def _tokens(found: Chunk | Sample | Alternatives, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:

@@ -66,6 +66,13 @@ def test_parts_are_the_json_of_the_answer(kind: str, with_tops: bool) -> None:
     assert json.loads("".join(parts(answer))) == {**answer, "choices": [plain, plain]}
 
 
+def test_a_drawn_token_has_one_name_among_its_alternatives() -> None:
+    """Token 1 is "a" in the text; alone, as the alternatives have it, it would be "t1"."""
+    for entry in choices(with_tops=True)["chat"]["logprobs"].value()["content"][:3]:
+        names = [top["token"] for top in entry["top_logprobs"]]
+        assert (entry["token"], names[:3]) == ("a", ["t0", "a", "t2"])
+
+
 class Client:
     """Stands in for the connection of a client that takes a piece in `waits_s` seconds."""
 
