@@ -44,21 +44,22 @@ class Parts:
 
 
 def parts(value: Any) -> Iterator[str]:
-    """Yield the JSON of a whole response in parts, none of which takes long to make."""
+    """Yield the JSON of a whole response in parts, none of which takes long to make. It has the spaces of `json.dumps`:
+    the playground's shell script looks for a field by them."""
     if isinstance(value, Parts):
         yield from value
     elif isinstance(value, dict):
         for number, (name, each) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{quoted(name)}:"
+            yield f"{', ' if number else '{'}{quoted(name)}: "
             yield from parts(each)
         yield "}" if value else "{}"
     elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
         for number, each in enumerate(value):
-            yield "," if number else "["
+            yield ", " if number else "["
             yield from parts(each)
         yield "]"
     else:
-        yield dumped(value)
+        yield json.dumps(value, allow_nan=False)
 
 
 def by_lots(items: Sequence[str] | Iterator[str]) -> Iterator[str]:
