@@ -13,7 +13,8 @@ from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
 from corun.gateway.chats import ChatRequest, chat_request
-from corun.gateway.requests import Fixed, check_known, read_json, text
+from corun.gateway.requests import Fixed, check_known, flag, read_json, text
+from corun.params import check_text
 
 _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
@@ -49,6 +50,12 @@ _CALL = ("type", "call_id", "name", "arguments", "id", "status")
 _OUTPUT = ("type", "call_id", "output", "id", "status")
 _PART = ("type", "text", "annotations", "logprobs")
 _FORMATS = ("type", "name", "description", "schema", "strict")
+MAX_METADATA = 16
+"""The most pairs of `metadata`, as at OpenAI."""
+MAX_METADATA_KEY = 64
+"""The most characters of a key there."""
+MAX_METADATA_VALUE = 512
+"""The most characters of a value there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +88,14 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     told = {
         "instructions": instructions,
         "max_output_tokens": fields.get("max_output_tokens"),
-        "metadata": fields.get("metadata") or {},
+        "metadata": _metadata(fields.get("metadata")),
         "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
         "temperature": chat.asked.params.temperature,
         "text": {"format": found["told"]},
         "tool_choice": fields.get("tool_choice") or "auto",
         "tools": fields.get("tools") or [],
         "top_p": chat.asked.params.top_p,
-        "user": fields.get("user"),
+        "user": text(fields, "user"),
     }
     return ResponseRequest(chat=replace(chat, asked=replace(chat.asked, names=names)), told=told)
 
@@ -113,6 +120,29 @@ def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {f"stream_options.{name}": option for name, option in (value or {}).items()}
 
 
+def _metadata(value: Any) -> Mapping[str, str]:
+    """Return the metadata, which the answer repeats. Clients expect text there, so nothing else is accepted."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("metadata", value, "must be an object of text to text")
+    if len(value) > MAX_METADATA:
+        raise InvalidArgumentError("metadata", Shown(f"{len(value)} pairs"), f"must be at most {MAX_METADATA}")
+    for name, each in value.items():
+        if len(name) > MAX_METADATA_KEY:
+            raise InvalidArgumentError("metadata", name, f"must have keys of at most {MAX_METADATA_KEY} characters")
+        check_text(f"metadata.{name}", each, MAX_METADATA_VALUE, min_length=0)
+    return value
+
+
+def _check_described(field: str, value: Mapping[str, Any]) -> None:
+    """Check what a tool or a format says of itself. The answer repeats it, and nothing else reads all of it."""
+    found = {f"{field}.{name}": value.get(name) for name in ("name", "description", "strict")}
+    text(found, f"{field}.name")
+    text(found, f"{field}.description")
+    flag(found, f"{field}.strict")
+
+
 def _text_format(value: Any) -> dict[str, Any]:
     """Return a format as the answer repeats it, and as a chat has it."""
     if value is not None and (not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"}):
@@ -126,6 +156,7 @@ def _text_format(value: Any) -> dict[str, Any]:
         raise InvalidArgumentError("text.format", Shown("a value"), f"must be an object of {', '.join(_FORMATS)}")
     if form.get("type") != "json_schema":
         return {"told": form, "chat": form}
+    _check_described("text.format", form)
     schema = {name: value for name, value in form.items() if name != "type"}
     return {"told": form, "chat": {"type": "json_schema", "json_schema": schema}}
 
@@ -139,6 +170,7 @@ def _tools(value: Any) -> Any:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             limit = 'must be "function": the cluster has no tools of its own'
             raise InvalidArgumentError(f"tools[{i}].type", Shown("a value"), limit)
+        _check_described(f"tools[{i}]", tool)
         found.append({"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}})
     return found
 

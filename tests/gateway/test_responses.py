@@ -78,8 +78,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**TOOLS[0], "description": 5}]}, "tools[0].description"),
+    ({"tools": [{**TOOLS[0], "name": 5}], "tool_choice": "none"}, "tools[0].name"),
+    ({"tools": [{**TOOLS[0], "strict": 5}]}, "tools[0].strict"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ({"temperature": 5}, "temperature"),
+    ({"user": 5}, "user"),
+    ({"metadata": []}, "metadata"),
+    ({"metadata": "a"}, "metadata"),
+    ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"metadata": {"a": None}}, "metadata.a"),
+    ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+    ({"metadata": {"k" * 65: "a"}}, "metadata"),
+    ({"metadata": {str(number): "a" for number in range(17)}}, "metadata"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}, "name": 5}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}, "description": []}}}, "text.format.description"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": "yes"}}}, "text.format.strict"),
 ]
 
 
@@ -88,6 +102,12 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], name: str) ->
     with pytest.raises(InvalidArgumentError) as refused:
         read(**fields)
     assert refused.value.field.removeprefix("sampling_params.") == name
+
+
+def test_what_an_answer_repeats_may_be_as_long_as_at_openai() -> None:
+    metadata = {f"{number:064}": "x" * 512 for number in range(16)}
+    assert read(metadata=metadata, user="").told["metadata"] == metadata
+    assert (read(metadata=None).told["metadata"], read(user="u").told["user"]) == ({}, "u")
 
 
 async def test_openais_own_client_gets_responses(chat_model: str) -> None:
