@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
-from corun.gateway.chats import ChatRequest, chat_request
+from corun.gateway.chats import Chat, ChatRequest, chat_request
 from corun.gateway.requests import Fixed, check_known, flag, read_json, text
 from corun.params import check_text
+from corun.types import TemplateSource
 
 _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
@@ -77,10 +78,7 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     asked: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
     asked |= {"max_completion_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
     asked["response_format"] = found.get("chat")
-    asked["messages"] = [
-        *([{"role": "system", "content": instructions}] if instructions else []),
-        *_messages(fields.get("input")),
-    ]
+    asked["messages"], sources = _messages(instructions, fields.get("input"))
     with named():
         chat = chat_request(asked, request_id=request_id)
     names = {**chat.asked.names, "prompt": "input", "max_tokens": "max_output_tokens"}
@@ -97,19 +95,40 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
         "top_p": chat.asked.params.top_p,
         "user": text(fields, "user"),
     }
-    return ResponseRequest(chat=replace(chat, asked=replace(chat.asked, names=names)), told=told)
+    of_items = _ItemChat(
+        messages=chat.chat.messages,
+        tools=chat.chat.tools,
+        add_generation_prompt=chat.chat.add_generation_prompt,
+        variables=chat.chat.variables,
+        sources=sources,
+    )
+    return ResponseRequest(chat=replace(chat, chat=of_items, asked=replace(chat.asked, names=names)), told=told)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ItemChat(Chat):
+    """A chat that was sent as items. Its errors name the items, since the client does not know the messages."""
+
+    sources: Mapping[str, str]
+    """The fields of the request by those of the messages that were made of them."""
+
+    def render(self, source: TemplateSource, max_bytes: int) -> str:
+        with named(self.sources):
+            return Chat.render(self, source, max_bytes)  # A dataclass with slots has no super().
 
 
 @contextmanager
-def named() -> Iterator[None]:
-    """Name fields in errors as a client of this API knows them."""
+def named(sources: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Name fields in errors as a client of this API knows them. sources: more names, as in `_ItemChat`."""
     try:
         yield
     except InvalidArgumentError as error:
         field = error.field
-        for chats, ours in _NAMES.items():
+        names = {**(sources or {}), **_NAMES}
+        for chats in sorted(names, key=len, reverse=True):  # A call's item before that of its message.
             if field.startswith(chats):
-                field = ours + field[len(chats) :].replace("json_schema.", "")
+                field = names[chats] + field[len(chats) :].replace("json_schema.", "")
+                break
         raise InvalidArgumentError(field.replace(".function.", "."), error.value, error.limit) from error
 
 
@@ -181,35 +200,40 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages that the items of an input are."""
+def _messages(instructions: str | None, value: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the messages that the instructions and the items of an input are, and the `sources` of an `_ItemChat`."""
+    found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [*found, {"role": "user", "content": value}], {}
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError("input", Shown("a value"), "must be text, or a list of items, not empty")
-    found: list[dict[str, Any]] = []
+    sources: dict[str, str] = {}
     for i, item in enumerate(value):
         field = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             _check_fields(field, item, _MESSAGE)
             role = "system" if item.get("role") == "developer" else item.get("role")
+            sources[f"messages[{len(found)}]"] = field
             found.append({"role": role, "content": _content(f"{field}.content", item.get("content"))})
         elif kind == "function_call":
             _check_fields(field, item, _CALL)
-            call = {"id": item.get("call_id"), "type": "function"}
-            call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = check_text(f"{field}.name", item.get("name"), min_length=0)
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(call)
+            calls = found[-1].setdefault("tool_calls", [])
+            sources[f"messages[{len(found) - 1}].tool_calls[{len(calls)}].function"] = field
+            function = {"name": name, "arguments": item.get("arguments")}
+            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind == "function_call_output":
             _check_fields(field, item, _OUTPUT)
             output = _content(f"{field}.output", item.get("output"))
+            sources[f"messages[{len(found)}].content"] = f"{field}.output"
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
             limit = "must be message, function_call or function_call_output"
             raise InvalidArgumentError(f"{field}.type", Shown(str(kind)[:64]), limit)
-    return found
+    return found, sources
 
 
 def _check_fields(field: str, item: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -10,11 +10,13 @@ import pytest
 
 from corun.chat import ChatTemplate
 from corun.errors import InvalidArgumentError
-from corun.gateway.response_requests import read_response_request
+from corun.gateway.response_requests import named, read_response_request
 from corun.testing.engines import expected
+from corun.types import TemplateSource
 from router.text import Tokenizer
 from tests.clusters import cluster
 from tests.gateway.serving import serving
+from tests.gateway.test_tool_calls import QWEN
 from tests.gateway.test_tools import ARGUMENTS, CALLED, ENDS, SCHEMA, said, tool_model
 
 __all__ = ["said", "tool_model"]
@@ -102,6 +104,34 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], name: str) ->
     with pytest.raises(InvalidArgumentError) as refused:
         read(**fields)
     assert refused.value.field.removeprefix("sampling_params.") == name
+
+
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "5"}
+SAID = {"role": "assistant", "content": "x"}
+WRONG_ITEMS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"role": 5, "content": "x"}], "input[0].role"),
+    ([CALL, CALL, {"role": "user", "content": 5}], "input[2].content"),
+    ([{"role": "user", "content": "x"}, {**CALL, "arguments": "x"}], "input[1].arguments"),
+    ([SAID, CALL, {**CALL, "arguments": "[]"}], "input[2].arguments"),
+    ([{**CALL, "name": None}], "input[0].name"),
+    ([CALL, {**OUTPUT, "output": 5}], "input[1].output"),
+    ([CALL, {**OUTPUT, "output": [{"type": "input_text", "text": 5}]}], "input[1].output[0].text"),
+    ([CALL, CALL, {"role": "user", "content": [{"type": "input_text"}]}], "input[2].content[0].text"),
+    ([CALL] * 11 + [{**CALL, "arguments": "x"}], "input[11].arguments"),
+    ([CALL, *[OUTPUT] * 11, {"role": "user"}], "input[12].content"),
+]
+
+
+@pytest.mark.parametrize("instructions", [None, "Help."])
+@pytest.mark.parametrize(("items", "name"), WRONG_ITEMS)
+def test_an_error_names_the_item_that_was_sent(
+    items: list[dict[str, Any]], name: str, instructions: str | None
+) -> None:
+    """Items and messages have other numbers, since instructions are a message and calls of one turn share one."""
+    with pytest.raises(InvalidArgumentError) as refused, named():
+        read(input=items, instructions=instructions).chat.render(TemplateSource(source=QWEN), 10_000)
+    assert refused.value.field == name
 
 
 def test_what_an_answer_repeats_may_be_as_long_as_at_openai() -> None:
