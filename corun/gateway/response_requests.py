@@ -237,8 +237,10 @@ def _messages(instructions: str | None, value: Any) -> tuple[list[dict[str, Any]
 
 
 def _check_fields(field: str, item: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in item:
-        if name not in known:
+    """Raise InvalidArgumentError for a field that is not known. It may be null, since OpenAI's package dumps items with
+    all fields of its version."""
+    for name, value in item.items():
+        if name not in known and value is not None:
             raise InvalidArgumentError(f"{field}.{name}", Shown("a value"), "is not a known field")
 
 

@@ -29,6 +29,8 @@ ITEMS: list[dict[str, Any]] = [
     {"type": "function_call", "call_id": "b", "name": "g", "arguments": '{"x": 1}'},
     {"type": "function_call_output", "call_id": "a", "output": "5"},
 ]
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "5"}
 
 
 def read(**fields: Any) -> Any:
@@ -48,6 +50,14 @@ def test_items_become_messages() -> None:
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "5"},
     ]
+
+
+def test_unknown_fields_of_items_may_be_null() -> None:
+    """OpenAI's package writes all that its version knows when items are dumped."""
+    part = {"type": "input_text", "text": "Hi", "later": None}
+    items = [{"role": "user", "content": [part], "later": None}, {**CALL, "async": None}, {**OUTPUT, "later": None}]
+    plain = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, CALL, OUTPUT]
+    assert read(input=items).chat.chat.messages == read(input=plain).chat.chat.messages
 
 
 def test_fields_are_those_of_a_chat() -> None:
@@ -106,8 +116,6 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], name: str) ->
     assert refused.value.field.removeprefix("sampling_params.") == name
 
 
-CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
-OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "5"}
 SAID = {"role": "assistant", "content": "x"}
 WRONG_ITEMS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"role": 5, "content": "x"}], "input[0].role"),
@@ -198,12 +206,15 @@ async def test_calls_are_items(tool_model: str, said: list[str]) -> None:
         output = {"type": "function_call_output", "call_id": whole.output[1].call_id, "output": "5"}
         talk = {"input": [{"role": "user", "content": "Hi"}, *whole.output, output], "max_output_tokens": 1}
         more = await client.responses.create(model=name, **talk)
+        talk["input"][1:-1] = [item.model_dump(mode="json", by_alias=True) for item in whole.output]
+        again = await client.responses.create(model=name, **talk)
     assert [item.type for item in whole.output] == ["message", "function_call", "function_call", "message"]
     assert (whole.status, whole.output_text) == ("completed", "Let me see. Done.")
     assert [(item.name, item.arguments) for item in whole.output[1:3]] == CALLED
     fields = [[getattr(item, "call_id", ""), getattr(item, "arguments", "")] for item in whole.output]
     assert [[getattr(item, "call_id", ""), getattr(item, "arguments", "")] for item in final.output] == fields
     assert more.usage.input_tokens > whole.usage.input_tokens - len(json.dumps(TOOLS)), "its items can be sent back"
+    assert again.usage.input_tokens == more.usage.input_tokens
     pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
     assert "".join(event.delta for event in pieces if event.output_index == 1) == ARGUMENTS
     assert len(pieces) > 5
