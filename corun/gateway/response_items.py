@@ -91,13 +91,12 @@ class Items:
         self._reader = asked.calls.reader() if asked.calls is not None else None
         self._is_open = False
         """Whether the last item goes on."""
+        self._texts: list[str] = []
+        """What the open item has so far, to be joined at its end: a text that grows by a piece is copied each time."""
 
     def push(self, text: str) -> list[Event]:
         """Take new text. Return the events of it."""
-        if self._reader is None:
-            return self._take(Parsed(content=text))
-        # One character at a time, so that what is said between calls stays between them.
-        return _merged([event for char in text for event in self._take(self._reader.push(char))])
+        return self._take(self._reader.push(text) if self._reader else Parsed([text] if text else []))
 
     def finish(self, reason: FinishReason | None) -> list[Event]:
         """Take the end of the answer. Return the events of it."""
@@ -107,17 +106,15 @@ class Items:
         return events + self._close("incomplete" if reason is FinishReason.LENGTH else "completed")
 
     def _take(self, parsed: Parsed) -> list[Event]:
+        taken = [self._said(part) if isinstance(part, str) else self._call(part) for part in parsed.parts]
+        return [event for events in taken for event in events]
+
+    def _said(self, text: str) -> list[Event]:
         events: list[Event] = []
-        if parsed.content:
-            if not self._is_open or self.found[-1]["type"] != "message":
-                events += self._close() + self._begin_message()
-            part = self.found[-1]["content"][0]
-            part["text"] += parsed.content
-            where = {"content_index": 0, "delta": parsed.content, "logprobs": []}
-            events.append(self._event("response.output_text.delta", **where))
-        for call in parsed.calls:
-            events += self._call(call)
-        return events
+        if not self._is_open or self.found[-1]["type"] != "message":
+            events += self._close() + self._begin_message()
+        self._texts.append(text)
+        return [*events, self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
 
     def _begin_message(self) -> list[Event]:
         item = {"id": f"msg_{self._id}_{len(self.found)}", "type": "message", "role": "assistant"}
@@ -136,7 +133,7 @@ class Items:
             self.found.append({**item, **names, "arguments": ""})
             self._is_open = True
             events.append(self._of_item("response.output_item.added", item=dict(self.found[-1])))
-        self.found[-1]["arguments"] += call.arguments
+        self._texts.append(call.arguments)
         return [*events, self._event("response.function_call_arguments.delta", delta=call.arguments)]
 
     def _close(self, status: str = "completed") -> list[Event]:
@@ -145,31 +142,22 @@ class Items:
             return []
         self._is_open = False
         item = self.found[-1]
-        item["status"] = status
+        item["status"], text, self._texts = status, "".join(self._texts), []
         done = self._of_item("response.output_item.done", item=item)
         if item["type"] == "function_call":
-            whole = {"name": item["name"], "arguments": item["arguments"]}
+            item["arguments"] = text
+            whole = {"name": item["name"], "arguments": text}
             return [self._event("response.function_call_arguments.done", **whole), done]
         (part,) = item["content"]
-        text = self._event("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
-        return [text, self._event("response.content_part.done", content_index=0, part=part), done]
+        part["text"] = text
+        told = self._event("response.output_text.done", content_index=0, text=text, logprobs=[])
+        return [told, self._event("response.content_part.done", content_index=0, part=part), done]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return self._of_item(kind, item_id=self.found[-1]["id"], **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "output_index": len(self.found) - 1, **fields}
-
-
-def _merged(events: list[Event]) -> list[Event]:
-    """Return events in which neighbouring pieces of one text are one piece."""
-    found: list[Event] = []
-    for event in events:
-        if "delta" in event and found and found[-1]["type"] == event["type"]:
-            found[-1] = {**event, "delta": found[-1]["delta"] + event["delta"]}
-        else:
-            found.append(event)
-    return found
 
 
 def _text_part() -> dict[str, Any]:

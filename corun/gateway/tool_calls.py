@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 PROBE_NAME = "corun_probe_function"
@@ -39,8 +40,6 @@ MAX_HEAD = 512
 """The most characters of a call up to its arguments for them to be told as they come; else they are told at its end."""
 MAX_SPACE = 64
 """The most white space before a tag that is left out with it."""
-WINDOW = 1024
-"""The characters of a text that are read at a time."""
 _TAG_BEFORE = re.compile(r"<([^<>\s/][^<>\s]*)>(\s*)$")
 _ORDINARY = re.compile(r'[^{}\[\]"\\]+')
 """Characters that do not change the nesting of JSON, within a text or without, unless the first one is escaped."""
@@ -139,13 +138,37 @@ class CallPart:
 class Parsed:
     """What new text has brought."""
 
-    content: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    parts: list[str | CallPart] = field(default_factory=list)
+    """What is said, and the output of calls, in their order."""
+
+    @property
+    def content(self) -> str:
+        """All that is said."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        return [part for part in self.parts if isinstance(part, CallPart)]
+
+    def say(self, text: str) -> None:
+        if text:
+            self.parts.append(text)
 
     def argue(self, index: int, text: str) -> None:
-        if not self.calls or self.calls[-1].index != index:
-            self.calls.append(CallPart(index))
-        self.calls[-1].arguments += text
+        self.parts.append(CallPart(index, arguments=text))
+
+    def joined(self) -> Parsed:
+        """Return the same with neighbouring parts as one. They are joined once, since a text that grows by a character
+        is copied each time."""
+        made = Parsed()
+        for index, group in groupby(self.parts, lambda part: part.index if isinstance(part, CallPart) else None):
+            parts = Parsed(list(group))
+            if index is None:
+                made.say(parts.content)
+            else:
+                calls = parts.calls
+                made.parts.append(CallPart(index, calls[0].name, "".join(call.arguments for call in calls)))
+        return made
 
 
 class _At(enum.Enum):
@@ -210,8 +233,6 @@ class CallReader:
 
     def push(self, text: str) -> Parsed:
         """Return what new text brings."""
-        if len(text) > WINDOW:  # Strings that grow by a character are copied each time.
-            return _joined([self.push(text[at : at + WINDOW]) for at in range(0, len(text), WINDOW)])
         found, at = Parsed(), 0
         while at < len(text):
             if run := self._run(text, at):
@@ -220,15 +241,15 @@ class CallReader:
             else:
                 self._step(text[at], found)
                 at += 1
-        return found
+        return found.joined()
 
     def finish(self) -> Parsed:
         """Return what is left at the end of the answer."""
         found = Parsed()
         if self._at is _At.HEAD:
-            found.content += "".join(self._raw)
+            found.say("".join(self._raw))
         elif self._held.strip() or not self.num_calls:
-            found.content += self._held
+            found.say(self._held)
         self._held, self._raw = "", []
         return found
 
@@ -247,7 +268,7 @@ class CallReader:
         if self._at is _At.ARGUMENTS:
             found.argue(self.num_calls - 1, run)
         else:
-            found.content += run
+            found.say(run)
 
     def _step(self, char: str, found: Parsed) -> None:
         if self._at is _At.ARGUMENTS:
@@ -339,12 +360,12 @@ class CallReader:
         return bool(self._begin) or name in self._names
 
     def _tell(self, name: str, arguments: str, found: Parsed) -> None:
-        found.calls.append(CallPart(self.num_calls, name, arguments))
+        found.parts.append(CallPart(self.num_calls, name, arguments))
         self.num_calls += 1
 
     def _give_up(self, found: Parsed) -> None:
         """Take what looked like a call for text."""
-        found.content += "".join(self._raw)
+        found.say("".join(self._raw))
         self._at, self._raw, self._object = _At.TEXT, [], []
 
     def _release(self, found: Parsed) -> None:
@@ -353,22 +374,11 @@ class CallReader:
         start = 0
         while start < len(held) and not self._may_begin(held[start:]):
             start += 1
-        found.content += held[:start]
+        found.say(held[:start])
         self._held = held[start:]
 
     def _may_begin(self, text: str) -> bool:
         return len(text) <= MAX_SPACE + len(self._begin) and self._begin.startswith(text.lstrip())
-
-
-def _joined(parts: Sequence[Parsed]) -> Parsed:
-    """Return what several pieces of text have brought."""
-    calls: list[tuple[CallPart, list[str]]] = []
-    for part in (call for each in parts for call in each.calls):
-        if not calls or calls[-1][0].index != part.index:
-            calls.append((CallPart(part.index, part.name), []))
-        calls[-1][1].append(part.arguments)
-    found = [CallPart(call.index, call.name, "".join(arguments)) for call, arguments in calls]
-    return Parsed(content="".join(each.content for each in parts), calls=found)
 
 
 def _loaded(text: str) -> Any:
