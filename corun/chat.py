@@ -19,6 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from corun import strict_json
 from corun.errors import InvalidArgumentError, Shown, UnavailableError
 from corun.types import SpecialToken, TemplateSource
 
@@ -290,11 +291,12 @@ def _read_arguments(messages: Sequence[Message]) -> None:
 
 def _arguments(field: str, given: Any) -> Mapping[str, Any]:
     try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
+        found = strict_json.loads(given) if isinstance(given, str) else given
+    except ValueError:
         found = None
     if not isinstance(found, Mapping):
-        raise InvalidArgumentError(field, given, "must be a JSON object, or text of one, and not too deep")
+        limit = f"must be a JSON object, or text of one, of finite numbers and at most {strict_json.MAX_DEPTH} levels"
+        raise InvalidArgumentError(field, given, limit)
     return found
 
 

@@ -6,12 +6,12 @@ not know HTTP.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from corun import strict_json
 from corun.client.request import read_priority
 from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
@@ -190,10 +190,8 @@ def read_json(body: bytes) -> dict[str, Any]:
         # Decode as UTF-8 only. In other encodings, which Python would guess, the weight that `gateway.bodies` found
         # would be wrong.
         found = body.decode("utf-8-sig")
-        read = json.loads(found, object_pairs_hook=_object, parse_constant=_no_constant)
+        read = strict_json.loads(found, object_pairs_hook=_object)
         limit = "" if isinstance(read, dict) else "must be a JSON object"
-    except RecursionError:
-        limit = "must be JSON that is not so deep"
     except ValueError as error:
         limit = f"must be JSON in UTF-8: {error}"
     if limit:
@@ -206,10 +204,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):  # Python would keep only the last value of a name.
         raise ValueError("a name is in an object twice")
     return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def check_known(fields: Mapping[str, Any], known: Sequence[str], fixed: Fixed) -> None:

@@ -140,8 +140,10 @@ def test_arguments_of_tool_calls_are_bounded_before_they_are_read() -> None:
     for texts in ([largest + " "], [largest, "{}"], ["[" * (MAX_ARGUMENTS + 1)]):
         error = refusal(shows, calling(*texts))
         assert (error.field, str(MAX_ARGUMENTS) in error.limit) == ("messages", True)
-    error = refusal(shows, calling("{}", '{"x":' + "[" * 100_000))
-    assert error.field == "messages[1].tool_calls[1].function.arguments"
+    for text in ('{"x":' + "[" * 100_000, '{"x":' + "[" * 100 + "]" * 100 + "}", '{"x": 1e999}', '{"x": NaN}'):
+        error = refusal(shows, calling("{}", text))
+        assert error.field == "messages[1].tool_calls[1].function.arguments"
+        assert "at most 100 levels" in error.limit
 
 
 def test_contents_together_are_bounded_before_a_template_sees_them() -> None:

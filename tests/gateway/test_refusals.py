@@ -22,7 +22,7 @@ from tests.gateway.serving import PROMPT, Http, serving, with_tokens
 from tests.secrets import Secrets
 
 REFUSED: dict[str, list[Any]] = {
-    "temperature": [-1, 0.001, 2.5, True, "hot", 1e999],
+    "temperature": [-1, 0.001, 2.5, True, "hot"],
     "top_p": [0, 1.5],
     "top_k": [-2, 1.5],
     "min_p": [2],
@@ -62,7 +62,7 @@ async def test_what_cannot_be_done_is_refused_by_name(model: str) -> None:
 
 
 async def _check_refused(http: Http, field: str, fields: dict[str, Any]) -> None:
-    body = json.dumps(fields).replace("Infinity", "1e999").encode()
+    body = json.dumps(fields).encode()
     status, answer, headers = await http.post(body, headers={"Content-Type": "application/json"})
     error = answer["error"]
     assert (status, error["code"], error["type"]) == (400, 400, "invalid_request_error"), (fields, answer)
@@ -91,7 +91,18 @@ async def test_parts_of_a_request_are_refused_by_name(model: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"\xff", b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "top_p": NaN}', b"[" * 5000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "top_p": NaN}',
+        b"[" * 5000,
+        b'{"prompt": "a", "metadata": {"a": 1e999}}',
+        b'{"prompt": "a", "metadata": -%s}' % (b"9" * 309),
+        b'{"prompt": "a", "metadata": %s%s}' % (b"[" * 100, b"]" * 100),
+    ],
 )
 def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^body = "):
