@@ -29,17 +29,15 @@ class ToolUse:
     """The JSON schemas of their arguments, by names."""
     choice: str
     """auto, required, or the name of the one that must be called."""
+    is_named: bool
+    """Whether the choice is a name. A function may be called "auto" or "required", too."""
     parallel: bool
     """Whether an answer that must have calls may have several."""
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer must be a call, which a constraint sees to."""
-        return self.choice != "auto"
-
-    @property
-    def is_named(self) -> bool:
-        return self.choice not in ("auto", "required")
+        return self.is_named or self.choice != "auto"
 
     def constrained(self, params: SamplingParams, style: CallStyle) -> SamplingParams:
         """Return the parameters under which an answer is what the choice says. Raises InvalidArgumentError if they have
@@ -117,12 +115,12 @@ def read_tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
     """
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     check_tools(tools)
-    name = _choice(choice)
+    chosen, is_named = _choice(choice)
     if not tools:
-        if name not in ("auto", "none") or choice == "auto":
+        if choice not in (None, "none"):
             raise InvalidArgumentError("tool_choice", choice, 'must be null or "none" without tools')
         return None
-    if name == "none":
+    if chosen == "none" and not is_named:
         return None
     if len(tools) > MAX_TOOLS:
         raise InvalidArgumentError("tools", Shown(f"{len(tools)} tools"), f"must be at most {MAX_TOOLS}")
@@ -132,9 +130,10 @@ def read_tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
         if function in functions:
             raise InvalidArgumentError(f"tools[{i}].function.name", function, "must be that of no other tool")
         functions[function] = schema
-    if name not in ("auto", "required", *functions):
-        raise InvalidArgumentError("tool_choice", name, "must name one of the tools")
-    return ToolUse(functions=functions, choice=name, parallel=fields.get("parallel_tool_calls") is not False)
+    if is_named and chosen not in functions:
+        raise InvalidArgumentError("tool_choice", chosen, "must name one of the tools")
+    parallel = fields.get("parallel_tool_calls") is not False
+    return ToolUse(functions=functions, choice=chosen, is_named=is_named, parallel=parallel)
 
 
 def check_tools(value: Any) -> None:
@@ -142,16 +141,16 @@ def check_tools(value: Any) -> None:
         raise InvalidArgumentError("tools", value, "must be a list of objects")
 
 
-def _choice(value: Any) -> str:
-    """Return a choice by its word or its function's name. Without one, the model chooses."""
+def _choice(value: Any) -> tuple[str, bool]:
+    """Return a choice by its word or its function's name, and whether it is a name. Without one, the model chooses."""
     if value is None or value in ("none", "auto", "required"):
-        return value or "auto"
+        return value or "auto", False
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name) or set(value) != {"type", "function"}:
         limit = 'must be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
         raise InvalidArgumentError("tool_choice", Shown("a value"), limit)
-    return name
+    return name, True
 
 
 def _function(field: str, tool: Mapping[str, Any]) -> tuple[str, Any]:

@@ -152,6 +152,20 @@ def test_a_choice_that_forces_a_call_is_a_constraint(template: str) -> None:
 
 
 LARGE = {"type": "function", "function": {"name": "a", "parameters": {"x": "y" * 70_000}}}
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required"])
+def test_a_function_may_be_called_what_a_choice_is_called(name: str) -> None:
+    """A choice by name is that function, not the word."""
+    function = {"type": "function", "function": {"name": name}}
+    chosen = asked(QWEN, tools=[*TOOLS, function], tool_choice=function)
+    assert (chosen.calls.use.is_forced, chosen.calls.use.is_named) == (True, True)
+    assert chosen.params.constraint[1].count("%json") == 1
+    assert chosen.calls.finish_reason("stop", 1) == "stop"
+    assert asked(QWEN, tools=[*TOOLS, function], tool_choice="required").params.constraint[1].count("%json") == 3
+    assert asked(QWEN, tools=[*TOOLS, function]).params.constraint is None
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].type"),
@@ -164,6 +178,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "unknown"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "auto"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "none"}}, "tools": None}, "tool_choice"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"tool_choice": "required", "min_tokens": 2}, "min_tokens"),
     ({"tool_choice": "required", "tools": [TOOLS[1], LARGE]}, "tools.grammar"),
