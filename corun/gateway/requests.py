@@ -166,6 +166,8 @@ def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: s
     """Return a request with the fields that all have, and without prompts."""
     stream = flag(fields, "stream")
     options = _stream_options(fields.get("stream_options"), stream)
+    # A response_format of text gives no constraint, and may stand beside one of structured_outputs.
+    of_format = params.constraint is not None and not fields.get("structured_outputs")
     if request_id is None:
         request_id = text(fields, "request_id") or secrets.token_hex(16)
     return CompletionRequest(
@@ -180,7 +182,7 @@ def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: s
         continuous_usage=flag(options, "stream_options.continuous_usage_stats"),
         return_token_ids=flag(fields, "return_token_ids"),
         tokens_as_ids=flag(fields, "return_tokens_as_token_ids"),
-        names={"structured_outputs": "response_format"} if fields.get("response_format") else {},
+        names={"structured_outputs": "response_format"} if of_format else {},
     )
 
 

@@ -71,5 +71,7 @@ def test_errors_of_nodes_name_the_field_that_the_client_sent() -> None:
     error = InvalidArgumentError("sampling_params.structured_outputs.json", 1, "must be less")
     body = {"prompt": "x", "response_format": schema(SCHEMA)}
     assert read_request(json.dumps(body).encode(), max_prompts=1).named(error, 0).field == "response_format"
-    body = {"prompt": "x", "structured_outputs": {"json": SCHEMA}}
-    assert read_request(json.dumps(body).encode(), max_prompts=1).named(error, 0).field == "structured_outputs.json"
+    for beside in ({}, {"response_format": None}, {"response_format": {"type": "text"}}):
+        body = {"prompt": "x", "structured_outputs": {"json": SCHEMA}, **beside}
+        asked = read_request(json.dumps(body).encode(), max_prompts=1)
+        assert asked.named(error, 0).field == "structured_outputs.json"
