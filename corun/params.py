@@ -361,7 +361,7 @@ def _loaded(field: str, text: str) -> Any:
 
 
 def _items(field: str, value: Any, limit: int, unit: str) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise InvalidArgumentError(field, value, f"must be a sequence of {unit}")
     items = value if isinstance(value, Sized) else tuple(value)
     if len(items) > limit:  # Count before reading any item: there may be millions.
