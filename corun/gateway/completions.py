@@ -50,7 +50,8 @@ class _Incoming:
 
     @property
     def request_id(self) -> str | None:
-        return self.request.headers.get("X-Request-Id")
+        """The id in the header; None if there is none, or an empty one, which proxies send for none."""
+        return self.request.headers.get("X-Request-Id") or None
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.served.name):
@@ -112,11 +113,12 @@ class Completions:
                     text = await self._rendered(incoming, asked.prompt.render)
                     found = await self._tokens_of_chat(text, client, asked.return_token_strs)
                 else:
-                    found = await client.tokenize(
-                        asked.prompt,
-                        add_special_tokens=asked.add_special_tokens,
-                        with_spellings=asked.return_token_strs,
-                    )
+                    with naming("prompt", "prompt", whole=True):
+                        found = await client.tokenize(
+                            asked.prompt,
+                            add_special_tokens=asked.add_special_tokens,
+                            with_spellings=asked.return_token_strs,
+                        )
             answer = {
                 "count": len(found.token_ids),
                 "max_model_len": incoming.served.max_model_len,

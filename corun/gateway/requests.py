@@ -17,7 +17,14 @@ from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
 from corun.gateway.errors import SAMPLING, naming
 from corun.gateway.tools import Calls
-from corun.params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams, check_request_id, check_seed
+from corun.params import (
+    MAX_LOGIT_BIAS,
+    MAX_REQUEST_ID_LENGTH,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    check_request_id,
+    check_seed,
+)
 from corun.types import Priority
 
 _OWN_WAY = ("top_k", "logit_bias", "logprobs", "top_logprobs")
@@ -88,6 +95,8 @@ class CompletionRequest:
     """True if prompts of text get the special tokens that the tokenizer adds."""
     echo: bool = False
     """True if each text begins with its prompt. With `params.logprobs` the prompt's tokens are scored, too."""
+    is_list: bool = False
+    """True if the prompts came in a list, which may have only one."""
     with_tops: bool = False
     """True if each scored token comes with the likeliest one at its place."""
     draws: bool = True
@@ -112,12 +121,14 @@ class CompletionRequest:
         """Return an error about one prompt with the field's name as the client knows it, and the prompt's number."""
         name, dot, rest = error.field.removeprefix(SAMPLING).partition(".")
         if name.startswith("token_ids"):
-            name, dot, rest = "prompt", ".", name
+            name, rest = "prompt", name
         if name.startswith("continuations"):  # A prompt is scored as the continuation of its first token.
-            name, dot, rest = "prompt", "", ""
+            name, rest = "prompt", ""
+        if name == "prompt":  # Here it is the text or the list itself.
+            dot, rest = "", rest.removeprefix("text").removeprefix("token_ids")
         if name in self.names:
             return InvalidArgumentError(self.names[name], error.value, error.limit)
-        if name == "prompt" and len(self.prompts) > 1:
+        if name == "prompt" and self.is_list:
             name = f"prompt[{prompt_index}]"
         return InvalidArgumentError(name + dot + rest, error.value, error.limit)
 
@@ -141,12 +152,14 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
     params = read_params(fields, logprobs=logprobs, top_logprobs=top_logprobs)
     asked = read_common(fields, params, request_id)
     prompts = _prompts(fields.get("prompt"), max_prompts)
+    _check_room_for_numbers(asked.request_id, len(prompts))
     if echo and logprobs and asked.stream:
         raise InvalidArgumentError("echo", True, "must be false in a stream with logprobs: scores come whole")
     special = flag(fields, "add_special_tokens", default=True)
     return replace(
         asked,
         prompts=prompts,
+        is_list=isinstance(fields["prompt"], list) and type(fields["prompt"][0]) is not int,
         echo=echo,
         with_tops=top_logprobs > 0,
         draws=draws,
@@ -160,6 +173,14 @@ def _check_drawless(fields: Mapping[str, Any], *, scores: bool) -> None:
         raise InvalidArgumentError("max_tokens", 0, "must be at least 1, or 0 with echo and logprobs to score a prompt")
     if fields.get("n") not in (None, 1):
         raise InvalidArgumentError("n", fields["n"], "must be 1 with max_tokens 0: nothing is drawn")
+
+
+def _check_room_for_numbers(request_id: str, num_prompts: int) -> None:
+    """Raise InvalidArgumentError unless the id that `CompletionRequest.id_of` makes for each prompt is short enough."""
+    room = MAX_REQUEST_ID_LENGTH - len(f"-{num_prompts - 1}")
+    if num_prompts > 1 and len(request_id) > room:
+        limit = f"must be at most {room} characters with {num_prompts} prompts, whose numbers are appended to it"
+        raise InvalidArgumentError("request_id", request_id, limit)
 
 
 def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: str | None) -> CompletionRequest:

@@ -432,7 +432,7 @@ async def test_a_completion_can_begin_with_its_prompt(chat_model: str, streamed:
         else:
             found = [choice["text"] for choice in (await http.complete(**fields, echo=True))["choices"]]
         status, answer, _ = await http.post({"prompt": ["a", [999]], "echo": True})
-        assert (status, answer["error"]["param"]) == (400, "prompt[1].token_ids[0]")
+        assert (status, answer["error"]["param"]) == (400, "prompt[1][0]")
     texts = [choice["text"] for choice in plain["choices"]]
     assert found == [text + texts[0], text + texts[1], "b" + texts[2], "b" + texts[3]]
 

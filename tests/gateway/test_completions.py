@@ -252,6 +252,16 @@ async def test_a_request_without_a_seed_gets_one_that_gives_it_again(model: str)
     assert again["id"] == "cmpl-r"
 
 
+async def test_an_empty_header_is_no_id(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        for fields in ({"request_id": "mine"}, {}):
+            answers = [
+                (await http.post({"prompt": list(PROMPT), **fields}, headers={"X-Request-Id": ""}))[1] for _ in range(2)
+            ]
+            ids = [answer["id"] for answer in answers]
+            assert ids == ["cmpl-mine"] * 2 if fields else len({*ids, "cmpl-"}) == 3
+
+
 async def test_priorities_reach_the_router(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Priority] = []
     async with cluster(model) as fake, serving(fake) as http:

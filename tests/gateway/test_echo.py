@@ -101,8 +101,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}, "n"),
     ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ({"echo": True, "logprobs": 2}, "logprobs"),
-    ({"echo": True, "logprobs": 1, "prompt": [1, 999]}, "prompt"),
-    ({"echo": True, "logprobs": 1, "prompt": ["a", [1, 999]]}, "prompt[1]"),
+    ({"echo": True, "logprobs": 1, "prompt": [1, 999]}, "prompt[1]"),
+    ({"echo": True, "logprobs": 1, "prompt": ["a", [1, 999]]}, "prompt[1][1]"),
     ({"echo": True, "logprobs": 1, "max_tokens": 0, "prompt": [1] * (MAX_MODEL_LEN + 1)}, "prompt"),
 ]
 
@@ -111,4 +111,4 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 async def test_refusals_name_the_field(model: str, fields: dict[str, Any], field: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
         status, answer, _ = await http.post({"prompt": list(PROMPT), **fields})
-        assert (status, answer["error"]["param"].partition(".")[0]) == (400, field), answer
+        assert (status, answer["error"]["param"]) == (400, field), answer

@@ -61,12 +61,13 @@ async def test_what_cannot_be_done_is_refused_by_name(model: str) -> None:
                     await _check_refused(http, field, {"prompt": list(PROMPT), "stream": stream, field: value})
 
 
-async def _check_refused(http: Http, field: str, fields: dict[str, Any]) -> None:
+async def _check_refused(http: Http, field: str, fields: dict[str, Any], *, whole: bool = False) -> None:
+    """whole: the field is all that is named, and not only its beginning."""
     body = json.dumps(fields).encode()
     status, answer, headers = await http.post(body, headers={"Content-Type": "application/json"})
     error = answer["error"]
     assert (status, error["code"], error["type"]) == (400, 400, "invalid_request_error"), (fields, answer)
-    assert error["param"].startswith(field), (fields, answer)
+    assert error["param"] == field if whole else error["param"].startswith(field), (fields, answer)
     assert error["message"] == f"{error['param']} = {error['value']}: {error['limit']}"
     assert error["limit"]
     assert headers["Content-Type"].startswith("application/json")
@@ -84,9 +85,31 @@ async def test_parts_of_a_request_are_refused_by_name(model: str) -> None:
         await _check_refused(http, "stream_options", {"prompt": "a", "stream_options": {"include_usage": True}})
         for stream in (False, True):
             fields = {"prompt": [[1, 2], [999]], "stream": stream, "max_tokens": 400}
-            await _check_refused(http, "prompt[1].token_ids[0]", fields)
-            await _check_refused(http, "prompt[1].text", {"prompt": ["a", ""], "stream": stream})
+            await _check_refused(http, "prompt[1][0]", fields, whole=True)
+            await _check_refused(http, "prompt[1]", {"prompt": ["a", ""], "stream": stream}, whole=True)
+            for prompt, field in (
+                ("", "prompt"),
+                ("x" * 600, "prompt"),
+                ([1, 256], "prompt[1]"),
+                ([[1, 256]], "prompt[0][1]"),
+            ):
+                await _check_refused(http, field, {"prompt": prompt, "stream": stream}, whole=True)
+                if not stream:
+                    scored = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+                    await _check_refused(http, field, scored, whole=True)
         await fake.idle()
+
+
+def test_an_id_has_room_for_the_numbers_of_prompts() -> None:
+    """Each prompt is a request of the cluster, with an id of its own. What has no room for it is refused at once, and
+    not after other prompts were tokenized."""
+    for count, room in ((1, 128), (2, 126), (10, 126), (11, 125), (101, 124)):
+        body = json.dumps({"prompt": ["a"] * count}).encode()
+        assert read_request(body, request_id="x" * room, max_prompts=128).id_of(count - 1)
+        for wrong in ({"request_id": "x" * (room + 1)}, {"body": "x" * (room + 1)}):
+            asked = {"prompt": ["a"] * count, "request_id": wrong.get("body")}
+            with pytest.raises(InvalidArgumentError, match=f"request_id = .* at most {room} characters"):
+                read_request(json.dumps(asked).encode(), request_id=wrong.get("request_id"), max_prompts=128)
 
 
 @pytest.mark.parametrize(
