@@ -63,6 +63,10 @@ _FIXED_OF_CHATS: Fixed = {
     "return_prompt_text": ((False,), "must be false: /tokenize gives the prompt's tokens"),
     "return_metrics": ((False,), "must be false: not supported"),
 }
+_FIXED_OF_TOKENIZED_CHATS: Fixed = {**_FIXED_TEMPLATE, "prompt": ((), "must be null beside messages")}
+_FIXED_OF_TOKENIZED_PROMPTS: Fixed = dict.fromkeys(
+    (*_TEMPLATE, *_FIXED_TEMPLATE), ((), "must be null without messages: only chats have it")
+)
 _NO_LIMIT = 2**31 - 1
 """The output tokens of a chat that names no limit, until its prompt is known."""
 
@@ -186,14 +190,15 @@ class TokenizeRequest:
 def read_tokenize(body: bytes) -> TokenizeRequest:
     """Read a request for /tokenize. Raises InvalidArgumentError, which names the field."""
     fields = read_json(body)
-    is_chat, both = "messages" in fields, ("model", "return_token_strs")
+    is_chat, prompt = fields.get("messages") is not None, fields.get("prompt")
+    both = "model", "return_token_strs"
     if is_chat:
-        check_known(fields, (*_TEMPLATE, *both), _FIXED_TEMPLATE)
+        check_known(fields, (*_TEMPLATE, *both), _FIXED_OF_TOKENIZED_CHATS)
     else:
-        check_known(fields, ("prompt", "add_special_tokens", *both), {})
+        check_known(fields, ("prompt", "add_special_tokens", *both), _FIXED_OF_TOKENIZED_PROMPTS)
     return TokenizeRequest(
         model=text(fields, "model"),
-        prompt=_chat(fields) if is_chat else check_text("prompt", fields.get("prompt", "")),
+        prompt=_chat(fields) if is_chat else check_text("prompt", "" if prompt is None else prompt),
         add_special_tokens=flag(fields, "add_special_tokens", default=not is_chat),
         return_token_strs=flag(fields, "return_token_strs"),
     )
