@@ -123,7 +123,6 @@ def test_an_id_has_room_for_the_numbers_of_prompts() -> None:
         b'{"prompt": "a", "top_p": NaN}',
         b"[" * 5000,
         b'{"prompt": "a", "metadata": {"a": 1e999}}',
-        b'{"prompt": "a", "metadata": -%s}' % (b"9" * 309),
         b'{"prompt": "a", "metadata": %s%s}' % (b"[" * 100, b"]" * 100),
     ],
 )
