@@ -20,7 +20,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def items(style: CallStyle | None) -> Items:
-    use = ToolUse(functions={"f": {}, "get_weather": {}}, choice="auto", parallel=True)
+    use = ToolUse(functions={"f": {}, "get_weather": {}}, choice="auto", is_named=False, parallel=True)
     calls = Calls(use=use, style=style) if style else None
     asked: Any = SimpleNamespace(request_id="x", calls=calls)
     return Items(asked, (1, 2), 3)

@@ -28,7 +28,7 @@ PROMPT = (5, 6, 7)
 MIB = 2**20
 
 
-class Unread(Sequence[Any], Mapping[Any, Any]):  # type: ignore[misc]  # Only its length may be asked for.
+class Unread(Sequence[Any]):
     """Has a length, and fails whoever looks at an entry."""
 
     def __init__(self, length: int) -> None:
@@ -44,10 +44,18 @@ class Unread(Sequence[Any], Mapping[Any, Any]):  # type: ignore[misc]  # Only it
         raise AssertionError("an entry was read")
 
 
-@pytest.mark.parametrize(("field", "limit"), [("stop", 16), ("stop_token_ids", 64), ("logit_bias", 1024)], ids=str)
-def test_parameters_are_counted_first(field: str, limit: int) -> None:
+class UnreadMapping(Unread, Mapping[Any, Any]):  # type: ignore[misc]
+    """The same as an object's fields."""
+
+
+@pytest.mark.parametrize(
+    ("field", "limit", "kind"),
+    [("stop", 16, Unread), ("stop_token_ids", 64, Unread), ("logit_bias", 1024, UnreadMapping)],
+    ids=str,
+)
+def test_parameters_are_counted_first(field: str, limit: int, kind: type[Unread]) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"sampling_params\.{field} = 9999999 .*: must be at most {limit}"):
-        SamplingParams(**{field: Unread(9_999_999)})
+        SamplingParams(**{field: kind(9_999_999)})
 
 
 def test_nothing_of_a_message_is_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
