@@ -22,7 +22,7 @@ from corun.gateway.chat_responses import CHAT
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import STATUSES, body_of, naming
 from corun.gateway.requests import CompletionRequest, read_json, read_request
-from corun.gateway.responses import parts
+from corun.gateway.responses import plain
 from corun.params import MAX_REQUEST_ID_LENGTH, check_text
 from corun.types import ModelStatus, TemplateSource
 
@@ -132,11 +132,15 @@ class Answers:
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _body(self, request: Request) -> Row:
+        body: Row = plain(await self._answer(request))
+        return body
+
+    async def _answer(self, request: Request) -> Row:
         model, sent = await self._served(), json.dumps({"priority": self._priority, **request.body}).encode()
         if request.url == COMPLETIONS:
             asked = read_request(sent, request_id=request.request_id, max_prompts=self._config.max_prompts)
             _check(asked, model.name)
-            return _plain(await completion(asked, self._client, model.name))
+            return await completion(asked, self._client, model.name)
         with needs_extra("a batch of chats", "router"):  # Only chats need jinja2.
             chats = importlib.import_module("corun.gateway.chats")
         chat = chats.read_chat_request(sent, request_id=request.request_id)
@@ -146,7 +150,7 @@ class Answers:
         with naming("prompt", "messages", whole=True):
             prompt = (await self._client.tokenize(text, add_special_tokens=False)).token_ids
         asked = chat.with_prompt(prompt, style, model.max_model_len, self._config.chat_max_tokens)
-        return _plain(await whole(asked, self._client, CHAT, CHAT.head(asked, model.name)))
+        return await whole(asked, self._client, CHAT, CHAT.head(asked, model.name))
 
     async def _served(self) -> ModelStatus:
         if self._model is None:
@@ -154,12 +158,6 @@ class Answers:
         if self._model is None:
             raise UnavailableError("no node has joined the cluster yet")
         return self._model
-
-
-def _plain(answer: Row) -> Row:
-    """Return an answer with all its values made."""
-    made: Row = json.loads("".join(parts(answer)))
-    return made
 
 
 def _check(asked: CompletionRequest, served: str) -> None:

@@ -13,11 +13,11 @@ from corun.gateway import tools
 from corun.gateway.requests import CompletionRequest
 from corun.gateway.responses import (
     Events,
+    Listed,
     Parts,
     Sent,
     Shape,
     begin,
-    by_lots,
     dumped,
     exact,
     names_of,
@@ -79,7 +79,8 @@ class ChatEvents(Events):
         return f',"token_ids":[{",".join(map(str, chunk.token_ids))}]'
 
     def _logprobs(self, chunk: Chunk, texts: Sequence[str], begin: int) -> str:
-        return "".join(_logprobs(chunk, texts, as_ids=self._asked.tokens_as_ids))
+        opening, entries, end = _logprobs(chunk, texts, as_ids=self._asked.tokens_as_ids)
+        return f"{opening}{','.join(entries)}{end}"
 
 
 CHAT = Shape(head=head, completion=completion, events=ChatEvents)
@@ -98,18 +99,18 @@ def _choice(asked: CompletionRequest, prompt: Sequence[int], sample: Sample) -> 
     return {**choice, **ids, "corun": own(sample)}
 
 
-def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> Iterator[str]:
-    """Yield the log probabilities as JSON, with the alternatives of each token if there are any.
+def _logprobs(output: Chunk | Sample, texts: Sequence[str], *, as_ids: bool) -> Listed:
+    """Return the log probabilities as JSON, with the alternatives of each token if there are any.
 
     A token that is its own alternative has the same name there: alone, a part of a character has another text.
     """
     tops = output.top_logprobs or [NO_ALTERNATIVES] * len(output.token_ids)
-    beside = (_beside(*each, as_ids=as_ids) for each in zip(output.token_ids, texts, tops, strict=True))
-    drawn = zip(_tokens(output, texts, as_ids=as_ids), beside, strict=True)
-    entries = (f'{{{token},"top_logprobs":[{others}]}}' for token, others in drawn)
-    yield '{"content":['
-    yield from by_lots(entries)
-    yield "]}"
+    drawn = zip(output.token_ids, texts, _tokens(output, texts, as_ids=as_ids), tops, strict=True)
+    entries = (
+        f'{{{token},"top_logprobs":[{_beside(token_id, text, each, as_ids=as_ids) if each.token_ids else ""}]}}'
+        for token_id, text, token, each in drawn
+    )
+    return '{"content":[', entries, "]}"
 
 
 def _beside(token_id: int, text: str, tops: Alternatives, *, as_ids: bool) -> str:

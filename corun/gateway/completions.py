@@ -99,7 +99,7 @@ class Completions:
             read = read_response_request(incoming.body, request_id=incoming.request_id)
             incoming.check_model(read.chat.asked.model)
             with self._clients.lease(incoming.token) as client:
-                with named():
+                with named(read.sources):
                     asked = await self._with_prompt(incoming, read.chat, client)
                 return await self._run(incoming, asked, client, shape(read.told))
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
-from corun.gateway.chats import Chat, ChatRequest, chat_request
+from corun.gateway.chats import ChatRequest, chat_request
 from corun.gateway.requests import Fixed, check_known, flag, read_json, text
 from corun.params import check_text
-from corun.types import TemplateSource
 
 _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
@@ -66,6 +65,9 @@ class ResponseRequest:
     chat: ChatRequest
     told: Mapping[str, Any]
     """What the answer repeats of the request."""
+    sources: Mapping[str, str]
+    """The fields of the request by those of the chat's messages that were made of them, for errors: a client knows the
+    items that it sent, and not the messages."""
 
 
 def read_response_request(body: bytes, *, request_id: str | None = None) -> ResponseRequest:
@@ -79,7 +81,7 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     asked |= {"max_completion_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
     asked["response_format"] = found.get("chat")
     asked["messages"], sources = _messages(instructions, fields.get("input"))
-    with named():
+    with named(sources):
         chat = chat_request(asked, request_id=request_id)
     names = {**chat.asked.names, "prompt": "input", "max_tokens": "max_output_tokens"}
     names |= {"structured_outputs": "text.format"} if asked["response_format"] else {}
@@ -95,31 +97,13 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
         "top_p": chat.asked.params.top_p,
         "user": text(fields, "user"),
     }
-    of_items = _ItemChat(
-        messages=chat.chat.messages,
-        tools=chat.chat.tools,
-        add_generation_prompt=chat.chat.add_generation_prompt,
-        variables=chat.chat.variables,
-        sources=sources,
-    )
-    return ResponseRequest(chat=replace(chat, chat=of_items, asked=replace(chat.asked, names=names)), told=told)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ItemChat(Chat):
-    """A chat that was sent as items. Its errors name the items, since the client does not know the messages."""
-
-    sources: Mapping[str, str]
-    """The fields of the request by those of the messages that were made of them."""
-
-    def render(self, source: TemplateSource, max_bytes: int) -> str:
-        with named(self.sources):
-            return Chat.render(self, source, max_bytes)  # A dataclass with slots has no super().
+    asked_for = replace(chat, asked=replace(chat.asked, names=names))
+    return ResponseRequest(chat=asked_for, told=told, sources=sources)
 
 
 @contextmanager
 def named(sources: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Name fields in errors as a client of this API knows them. sources: more names, as in `_ItemChat`."""
+    """Name fields in errors as a client of this API knows them. sources: as in `ResponseRequest`."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -201,7 +185,7 @@ def _tool_choice(value: Any) -> Any:
 
 
 def _messages(instructions: str | None, value: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the messages that the instructions and the items of an input are, and the `sources` of an `_ItemChat`."""
+    """Return the messages that the instructions and the items of an input are, and the `sources` of the request."""
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(value, str):
         return [*found, {"role": "user", "content": value}], {}

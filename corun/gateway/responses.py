@@ -29,18 +29,25 @@ TOKENS_AT_ONCE = 64
 quoted = json.encoder.encode_basestring_ascii
 
 
-class Parts:
-    """A value of a whole response that is large, as parts of its JSON. They are made when they are sent, because all at
-    once would stop the event loop for seconds."""
+Listed = tuple[str, Iterable[str], str]
+"""A list as JSON: what stands before its items, the items, and what stands behind them."""
 
-    def __init__(self, make: Callable[[], Iterable[str]]) -> None:
+
+class Parts:
+    """A long list of a whole response, as parts of its JSON. They are made when they are sent: all at once would stop
+    the event loop for seconds."""
+
+    def __init__(self, make: Callable[[], Listed]) -> None:
         self._make = make
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._make())
-
-    def value(self) -> Any:
-        return json.loads("".join(self))
+        begin, items, end = self._make()
+        yield begin
+        before, rest = "", iter(items)
+        while some := list(islice(rest, TOKENS_AT_ONCE)):
+            yield before + ",".join(some)
+            before = ","
+        yield end
 
 
 def parts(value: Any) -> Iterator[str]:
@@ -62,12 +69,9 @@ def parts(value: Any) -> Iterator[str]:
         yield json.dumps(value, allow_nan=False)
 
 
-def by_lots(items: Sequence[str] | Iterator[str]) -> Iterator[str]:
-    """Yield JSON values, joined by commas, some at a time."""
-    before, rest = "", iter(items)
-    while lot := list(islice(rest, TOKENS_AT_ONCE)):
-        yield before + ",".join(lot)
-        before = ","
+def plain(value: Any) -> Any:
+    """Return a whole response, or a value of one, with all of it made."""
+    return json.loads("".join(parts(value)))
 
 
 def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def with_echoes(answer: dict[str, Any], asked: CompletionRequest, echoes: Sequen
     for number, choice in enumerate(answer["choices"]):
         echo = echoes[number // asked.params.n]
         before = echo.logprobs(with_tops=asked.with_tops, as_ids=asked.tokens_as_ids)
-        drawn = choice["logprobs"].value()
+        drawn = plain(choice["logprobs"])
         drawn["text_offset"] = [len(echo.text) + offset for offset in drawn["text_offset"]]
         choice["logprobs"] = {name: column + drawn[name] for name, column in before.items()}
         choice["corun"]["echo"] = echo.facts()
@@ -231,7 +235,8 @@ class Events:
         return f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
 
     def _logprobs(self, chunk: Chunk, texts: Sequence[str], begin: int) -> str:
-        return "".join(_logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids))
+        opening, tops, end = _logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids)
+        return f"{opening}{','.join(tops)}{end}"
 
     def _texts(self, choice: Sent, chunk: Chunk) -> tuple[Sequence[str], int]:
         """Return the texts of the new tokens, and the number of characters of the earlier ones."""
@@ -279,8 +284,8 @@ def own(output: Chunk | Sample) -> dict[str, Any]:
     return {"seed": output.seed} | ({"receipt": output.receipt.to_dict()} if output.receipt else {})
 
 
-def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_ids: bool) -> Iterator[str]:
-    """Yield the log probabilities as JSON in vLLM's shape.
+def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_ids: bool) -> Listed:
+    """Return the log probabilities as JSON in vLLM's shape, whose last list has the alternatives of each token.
 
     begin: the number of characters of the sample's earlier tokens. as_ids: name tokens by ids instead of texts.
     """
@@ -290,9 +295,8 @@ def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_id
     drawn = zip(output.token_ids, names, values, beside, strict=True)
     offsets = ",".join(map(str, accumulate(map(len, texts[:-1]), initial=begin))) if texts else ""
     tokens = f'"token_logprobs":[{",".join(values)}],"tokens":[{",".join(names)}]'
-    yield f'{{"text_offset":[{offsets}],{tokens},"top_logprobs":['
-    yield from by_lots(_tops(*each, as_ids=as_ids) for each in drawn)
-    yield "]}"
+    tops = (_tops(*each, as_ids=as_ids) for each in drawn)
+    return f'{{"text_offset":[{offsets}],{tokens},"top_logprobs":[', tops, "]}"
 
 
 def _tops(token_id: int, name: str, value: str, tops: Alternatives, *, as_ids: bool) -> str:

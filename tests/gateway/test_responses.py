@@ -137,8 +137,14 @@ def test_an_error_names_the_item_that_was_sent(
     items: list[dict[str, Any]], name: str, instructions: str | None
 ) -> None:
     """Items and messages have other numbers, since instructions are a message and calls of one turn share one."""
-    with pytest.raises(InvalidArgumentError) as refused, named():
-        read(input=items, instructions=instructions).chat.render(TemplateSource(source=QWEN), 10_000)
+
+    def rendered() -> None:
+        request = read(input=items, instructions=instructions)
+        with named(request.sources):
+            request.chat.render(TemplateSource(source=QWEN), 10_000)
+
+    with pytest.raises(InvalidArgumentError) as refused:
+        rendered()
     assert refused.value.field == name
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from corun.gateway import chat_responses, responses
-from corun.gateway.responses import TOKENS_AT_ONCE, Parts, parts
+from corun.gateway.responses import TOKENS_AT_ONCE, Parts, parts, plain
 from corun.gateway.streams import PIECE, send_whole
 from corun.types import Alternatives, FinishReason
 
@@ -61,14 +61,14 @@ def test_no_part_of_an_answer_takes_long_to_make(kind: str) -> None:
 def test_parts_are_the_json_of_the_answer(kind: str, with_tops: bool) -> None:
     choice = choices(with_tops)[kind]
     answer = {"id": "é", "choices": [choice, choice], "empty": {}, "none": [], "ids": [1, 2], "mixed": [None, {"a": 1}]}
-    plain = {**choice, "logprobs": choice["logprobs"].value()}
+    made = {**choice, "logprobs": plain(choice["logprobs"])}
     assert isinstance(choice["logprobs"], Parts)
-    assert json.loads("".join(parts(answer))) == {**answer, "choices": [plain, plain]}
+    assert json.loads("".join(parts(answer))) == {**answer, "choices": [made, made]}
 
 
 def test_a_drawn_token_has_one_name_among_its_alternatives() -> None:
     """Token 1 is "a" in the text; alone, as the alternatives have it, it would be "t1"."""
-    for entry in choices(with_tops=True)["chat"]["logprobs"].value()["content"][:3]:
+    for entry in plain(choices(with_tops=True)["chat"]["logprobs"])["content"][:3]:
         names = [top["token"] for top in entry["top_logprobs"]]
         assert (entry["token"], names[:3]) == ("a", ["t0", "a", "t2"])
 
