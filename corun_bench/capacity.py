@@ -34,7 +34,7 @@ from corun.client.client import Client
 from corun.client.progress import ProgressBar
 from corun.errors import UnavailableError
 from corun.models import tiny
-from corun.ports import reserve
+from corun.rpc.ports import reserve
 from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu

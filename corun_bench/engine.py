@@ -23,7 +23,7 @@ import zmq.asyncio
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
-from corun.ports import reserve
+from corun.rpc.ports import reserve
 from corun_bench.systems import LADDER, EngineSettings
 
 ISOLATED = "prefill_node.scheduler.PrefillScheduler"

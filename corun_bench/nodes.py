@@ -23,7 +23,7 @@ from typing import Literal
 from corun import Client, ClusterStatus, UnavailableError
 from corun.config.fields import ColocatedConfig, DecodeConfig, NodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.ports import reserve
+from corun.rpc.ports import reserve
 from corun.types import NodeState, NodeStatus
 from corun_bench.children import Processes
 from corun_bench.systems import GPU_MEMORY

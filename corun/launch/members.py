@@ -15,7 +15,7 @@ from pathlib import Path
 from corun.config.cluster_file import COLOCATED, GATEWAY, ROLES, SIDES, ClusterSpec, PoolSpec
 from corun.config.fields import HttpConfig
 from corun.errors import InvalidArgumentError
-from corun.ports import bound
+from corun.rpc.ports import bound
 from corun.rpc.server import join_address
 
 LOOPBACK = "127.0.0.1"

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.members import free_ports
-from corun.ports import bound, reserve
+from corun.rpc.ports import bound, reserve
 from corun.rpc.server import GrpcServer
 
 HOST = "127.0.0.1"

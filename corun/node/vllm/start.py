@@ -24,8 +24,8 @@ from corun.node import scratch
 from corun.node.certificate import Certificate
 from corun.node.vllm import pin
 from corun.observe import stages
-from corun.ports import reserve
 from corun.processes import cpu_seconds
+from corun.rpc.ports import reserve
 from corun.types import Freedom, NixlEndpoint, NodeRole
 
 STEP_TOKENS = 4096
