@@ -1,7 +1,11 @@
-"""Sampling parameters and the limits on everything a client may ask for.
+"""Sampling parameters, the seeds of samples, and the limits on everything a client may ask for.
 
 Values are validated here, once, at the edge. Each refusal names the field, the value and the limit. What is not in
 `SamplingParams` is not accepted. This module must not know any engine.
+
+Seeds are pure functions of what identifies a sample, so that anybody can derive them again. A sample's seed is never
+seed + i: a request with seed s + 1 would then draw the same tokens as sample 1 of a request with seed s. How they are
+derived may not change, because recorded seeds and receipts depend on it.
 """
 
 from __future__ import annotations
@@ -38,9 +42,16 @@ MAX_REQUEST_ID_LENGTH = 128
 MAX_NAME_LENGTH = 128
 """The most characters of the name of a process, or of its address."""
 
+MAX_SEED = 2**63 - 1
+"""The largest seed; 63 bits fit a signed integer in every language."""
+MAX_KEY_BYTES = 64
+"""The longest key that BLAKE2b accepts."""
+
 _UINT32 = 2**32
 _INT31 = 2**31
 _PARAMS_TAG = b"corun.v1.params\0"
+_REQUEST = b"corun.v1.request"  # BLAKE2b's personalisation takes at most 16 bytes.
+_SAMPLE = b"corun.v1.sample"
 _NOT_IN_DIGEST = frozenset({"logprobs", "n", "top_logprobs"})
 CONSTRAINTS = ("json", "regex", "choice", "grammar")
 """The kinds of constraints on an output, by vLLM's names."""
@@ -204,6 +215,31 @@ def check_scored_lengths(num_prompt: int, num_scored: Sequence[int], max_model_l
 def check_seed(seed: int) -> int:
     """Return the seed as an int. Raises InvalidArgumentError unless it is in [0, 2^63)."""
     return _integer("seed", seed, 0, 2**63, "must be in [0, 2^63)")
+
+
+def derive_seed(key: bytes, request_id: str) -> int:
+    """Return the seed of a request that named none: the keyed BLAKE2b of its id, 63 bits.
+
+    Raises InvalidArgumentError unless the key has 1 to 64 bytes.
+    """
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        # The key itself stays out of the error: it is a secret.
+        raise InvalidArgumentError("seed_key", Shown(f"{len(key)} bytes"), f"must be 1 to {MAX_KEY_BYTES} bytes")
+    return _seed(hashlib.blake2b(request_id.encode(), key=key, person=_REQUEST, digest_size=8))
+
+
+def sample_seed(seed: int, sample_index: int) -> int:
+    """Return the seed of one sample: sample 0 keeps the request's seed, sample i gets BLAKE2b(seed, i), 63 bits."""
+    if sample_index < 0:
+        raise InvalidArgumentError("sample_index", sample_index, "must be at least 0")
+    check_seed(seed)
+    if sample_index == 0:
+        return seed
+    return _seed(hashlib.blake2b(struct.pack("<QQ", seed, sample_index), person=_SAMPLE, digest_size=8))
+
+
+def _seed(digest: hashlib.blake2b) -> int:
+    return int.from_bytes(digest.digest(), "little") & MAX_SEED
 
 
 def check_text(field: str, text: str, max_length: int | None = None, min_length: int = 1) -> str:

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from corun.errors import InvalidArgumentError
-from corun.params import check_seed
-from corun.seeds import derive_seed, sample_seed
+from corun.params import check_seed, derive_seed, sample_seed
 from corun_bench.datasets import read_blazedit, read_burstgpt, read_sharegpt
 from corun_bench.driver import Request, Workload
 from router.text import Tokenizer

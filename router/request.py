@@ -31,10 +31,11 @@ from corun.params import (
     check_seed,
     check_token_ids,
     check_vocabulary,
+    derive_seed,
+    sample_seed,
 )
 from corun.receipt import Receipt, prompt_digest
 from corun.rpc.auth import ANYONE, Caller
-from corun.seeds import derive_seed, sample_seed
 from corun.types import Priority, ResumePoint, Tokens
 from router.attempt import SampleTask
 from router.clock import loop_time

@@ -40,7 +40,7 @@ def corun(*names: str) -> tuple[str, ...]:
 
 NODES = ("prefill_node", "decode_node")
 PROCESSES = ("router", *NODES)
-VOCABULARY = tuple(f"corun/{name}.py" for name in ("contract", "params", "receipt", "room", "seeds", "types"))
+VOCABULARY = tuple(f"corun/{name}.py" for name in ("contract", "params", "receipt", "room", "types"))
 ABOVE = ("client", "node", "launch", "gateway", "cli")
 """Folders that use the other folders of the package."""
 PURE_LAUNCH = ("members", "placement")

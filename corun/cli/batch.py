@@ -20,7 +20,7 @@ from corun.client.progress import ProgressBar
 from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
 from corun.client.routers import Deadline
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError
-from corun.params import check_seed
+from corun.params import check_seed, derive_seed
 from corun.records.rows import (
     PromptRow,
     drop_torn_line,
@@ -30,7 +30,6 @@ from corun.records.rows import (
     result_row,
     to_line,
 )
-from corun.seeds import derive_seed
 
 MAX_SHOWN_REFUSALS = 20
 

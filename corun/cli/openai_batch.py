@@ -12,9 +12,8 @@ from corun.errors import DeadlineError, InvalidArgumentError
 from corun.gateway.batches import Answers, Request, Row, broken, is_batch, read_line
 from corun.gateway.config import GatewayConfig
 from corun.gateway.requests import read_json
-from corun.params import check_seed
+from corun.params import check_seed, derive_seed
 from corun.records.rows import located
-from corun.seeds import derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.errors import DataLossError, InvalidArgumentError
-from corun.params import SamplingParams, check_token_ids
+from corun.params import SamplingParams, check_token_ids, sample_seed
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict
-from corun.seeds import sample_seed
 
 
 class Condition(enum.Enum):

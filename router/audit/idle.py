@@ -15,10 +15,9 @@ from typing import Any
 
 from corun.config.fields import RouterConfig
 from corun.errors import OverloadedError
-from corun.params import SamplingParams
+from corun.params import MAX_SEED, SamplingParams
 from corun.receipt import prompt_digest
 from corun.rpc.auth import Caller
-from corun.seeds import MAX_SEED
 from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, NodeState, Priority
 from router.attempt import Attempt, NodeFaultError, SampleTask
 from router.clock import loop_time

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from corun.params import SamplingParams
-from corun.seeds import sample_seed
+from corun.params import SamplingParams, sample_seed
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeRole

@@ -21,11 +21,10 @@ import grpc
 from grpc_status import rpc_status
 
 from corun.errors import CorunError, DeadlineError, to_status
-from corun.params import SamplingParams
+from corun.params import SamplingParams, sample_seed
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
-from corun.seeds import sample_seed
 from corun.testing.model import filled_contract
 from corun.types import ClusterStatus, FinishReason, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
 from corun.v1 import cluster_service_pb2 as pb

@@ -24,8 +24,8 @@ from corun import (
     UnavailableError,
 )
 from corun.client.generations import KeptResults
+from corun.params import sample_seed
 from corun.records.verification import cases_from_row
-from corun.seeds import sample_seed
 from corun.testing import expected, local_cluster
 from tests.corun.cli.conftest import read_rows, write_rows
 from tests.corun.fake_router import FakeRouter

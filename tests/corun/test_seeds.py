@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corun.errors import InvalidArgumentError
-from corun.seeds import MAX_SEED, derive_seed, sample_seed
+from corun.params import MAX_SEED, derive_seed, sample_seed
 
 SEEDS = st.integers(0, MAX_SEED)
 

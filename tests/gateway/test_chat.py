@@ -13,9 +13,8 @@ import pytest
 from corun.chat import ChatTemplate
 from corun.client.client import AsyncClient
 from corun.gateway.chats import _FIXED_OF_CHATS, Chat
-from corun.params import SamplingParams
+from corun.params import SamplingParams, sample_seed
 from corun.receipt import prompt_digest
-from corun.seeds import sample_seed
 from corun.testing.engines import MAX_MODEL_LEN, expected, expected_alternatives
 from router.text import Tokenizer
 from tests.clusters import FakeCluster, cluster

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from corun.client.client import AsyncClient
-from corun.params import SamplingParams
-from corun.seeds import derive_seed, sample_seed
+from corun.params import SamplingParams, derive_seed, sample_seed
 from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected, expected_alternatives
 from corun.types import Priority
 from router.text import Tokenizer

@@ -6,9 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from corun.params import SamplingParams
+from corun.params import SamplingParams, sample_seed
 from corun.receipt import certificates_digest, output_digest, prompt_digest, tokens_digest
-from corun.seeds import sample_seed
 from corun.testing.engines import certificate, expected
 from corun.types import NodeRole
 from router.text import Tokenizer

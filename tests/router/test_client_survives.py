@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from corun import AsyncClient, Chunk, Client, ContractMismatchError, SamplingParams, UnavailableError
+from corun.params import derive_seed, sample_seed
 from corun.receipt import output_digest
-from corun.seeds import derive_seed, sample_seed
 from corun.testing.engines import expected
 from tests.clusters import FakeCluster, cluster
 from tests.proxy import CuttingProxy

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from corun.errors import InternalError, InvalidArgumentError, UnavailableError
-from corun.params import SamplingParams
+from corun.params import SamplingParams, derive_seed, sample_seed
 from corun.rpc import codec
-from corun.seeds import derive_seed, sample_seed
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE
 from corun.types import ModelStatus, ResumePoint

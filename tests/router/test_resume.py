@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from corun.errors import ContractMismatchError, DataLossError, InvalidArgumentError
-from corun.params import SamplingParams
+from corun.params import SamplingParams, derive_seed
 from corun.receipt import output_digest
 from corun.rpc import codec
-from corun.seeds import derive_seed
 from corun.types import FinishReason, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from router.output import Outbox, Piece, SampleOutput
