@@ -397,10 +397,13 @@ def test_a_step_names_its_owners_first_and_signs_last(connector: Any, module: Mo
     connector.wait_for_save()
     expected[1][1] = expected[6][1] = 5
     assert connector.table.rows.tolist() == expected
-    connector._digests = lambda blocks: np.array([6] * len(blocks), np.uint64)
-    meta.signed = [(1, 3, 6)]  # A later prompt begins with block 1: what its bits were when it was computed stays.
+    # Later prompts begin with block 1: what its bits were when it was computed stays. They wait for the device once.
+    meta.signed = [(1, 3, 6), (1, 3, 2)]
+    asked: list[Any] = []
+    connector._digests = lambda blocks: asked.append(tuple(blocks)) or np.array([6] * len(blocks), np.uint64)
     connector.wait_for_save()
-    expected[3][1] = 6
+    assert asked == [(3, 2)]
+    expected[3][1] = expected[2][1] = 6
     assert connector.table.rows.tolist() == expected
 
 

@@ -261,10 +261,33 @@ def test_bits_that_changed_on_the_way_are_refused(pair: Pair, signed: tuple[int,
     pair.writer.sign([8, 9, 2], np.array(signed, np.uint64))
     assert pair.judge(CLAIM) == [Verdict(refusal, checked=True)]
     compared: list[Any] = []
-    compare(CLAIM, pair.fetch(8, 9, 2), lambda blocks: compared.extend(blocks) or np.array([9] * len(blocks)))
+    compare([(CLAIM, pair.fetch(8, 9, 2))], lambda blocks: compared.extend(blocks) or np.array([9] * len(blocks)))
     assert compared == [ours for ours, digest in zip(CLAIM.ours, signed, strict=True) if digest]
     everything = pair.fetch(8, 9, 2)[:, DIGEST] == 9
     assert everything.all() == (signed == (9, 9, 9)), "control: all rows compared refuse honest KV"
+
+
+def test_the_device_is_asked_once_for_the_bits_of_all_reads(pair: Pair) -> None:
+    """Each answer waits for it, and so do all rows of the step that finds the reads complete."""
+    asked: list[int] = []
+    pair.writer.own([8, 9, 2], of(B, 3))
+    pair.writer.sign([8, 9, 2], np.array([9, 0, 7], np.uint64))
+    rows = pair.fetch(8, 9, 2)
+    others = replace(CLAIM, ours=tuple(block + 100 for block in CLAIM.ours))
+    foreign = replace(CLAIM, stamps=bytes(24))
+    found = [(CLAIM, rows), (foreign, rows), (CLAIM, "no rows"), (others, rows)]
+    bits = {CLAIM.ours[0]: 9, CLAIM.ours[2]: 7, others.ours[0]: 9, others.ours[2]: 8}
+
+    def digests(blocks: Sequence[int]) -> Any:
+        asked.append(len(blocks))
+        return np.array([bits[block] for block in blocks], np.uint64)
+
+    verdicts = compare(found, digests)
+    assert asked == [4]
+    assert [verdict.checked for verdict in verdicts] == [True, False, False, True]
+    refusals = [verdict.refusal for verdict in verdicts]
+    assert (refusals[0], refusals[2:]) == ("", ["no rows", "the bits of block 2 of 3 changed on the way (1 did)"])
+    assert "is not this prompt's" in refusals[1]
 
 
 @pytest.mark.parametrize("first", range(3))

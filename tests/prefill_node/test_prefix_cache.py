@@ -58,6 +58,12 @@ def alone(tokens: list[int], chunk: int, freedoms: Collection[str]) -> Kv:
     return found
 
 
+def refusal(claim: Claim, rows: Any) -> str:
+    """Return why a read with these stamps is refused; empty if it is not. No digests are compared."""
+    (verdict,) = compare([(claim, rows)], lambda blocks: rows[:0, 1])
+    return verdict.refusal
+
+
 @dataclass
 class Ended:
     """A prompt whose KV waits for its reader."""
@@ -150,7 +156,7 @@ class Node:
 
     def refusal(self, ended: Ended) -> str:
         """Return what a reader of this KV finds wrong now."""
-        return compare(ended.claim, self.table.rows[list(ended.blocks)], lambda blocks: self.table.rows[:0, 1]).refusal
+        return refusal(ended.claim, self.table.rows[list(ended.blocks)])
 
 
 def make(stepping: ModuleType, platform: Platform = CPU, *, chunk: int = 32, blocks: int = 40, slots: int = 4) -> Node:
@@ -368,10 +374,10 @@ def test_a_node_that_was_killed_has_other_stamps_in_its_next_life(stepping: Modu
     table = StampTable(8)
     table.own([1, 2, 3, 4], found[1])
     claim = Claim(stamps=found[0], first=0, engine_id="", request_id="", theirs=(1, 2, 3, 4), ours=(1, 2, 3, 4))
-    assert "(4 are not)" in compare(claim, table.rows[1:5], lambda blocks: table.rows[:0, 1]).refusal
+    assert "(4 are not)" in refusal(claim, table.rows[1:5])
     same = stamps([(owner("r", replace(lives[1], generation=lives[0].generation)), 4)], tokens, BLOCK_SIZE)
     table.own([1, 2, 3, 4], same)
-    assert not compare(claim, table.rows[1:5], lambda blocks: table.rows[:0, 1]).refusal
+    assert not refusal(claim, table.rows[1:5])
 
 
 @PLATFORMS

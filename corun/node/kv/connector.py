@@ -214,31 +214,31 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         engine_id = self.connector_worker.engine_id
         if prompts := own_kv.take_heartbeat(meta, engine_id):
             self.connector_worker._handle_heartbeat(prompts)
-        for name, read in own_kv.take_reads(meta, engine_id).items():
-            self._read_own(name, read)
+        self._read_own(own_kv.take_reads(meta, engine_id))
         super().start_load_kv(forward_context, **kwargs)
 
-    def _read_own(self, name: str, read: Any) -> None:
-        """Copy the KV that a sample reads from a prompt of this engine, which needs it no longer for this reader."""
+    def _read_own(self, reads: Mapping[str, Any]) -> None:
+        """Copy the KV that samples read from prompts of this engine, which needs it no longer for these readers."""
         worker = self.connector_worker
-        if not read.local_block_ids:  # It was aborted before it began.
-            self.release(*names_in(read.remote.request_id))
-            return
-        claim, verdict = self._claims.get(name), UNKNOWN
-        if claim:
-            began = time.monotonic()
-            verdict = own_kv.copy(claim, self._regions, self.table, self._digests)
-            self.handoffs.check_seconds += time.monotonic() - began
-        worker._recving_metadata[name] = read
-        if self._judged(name, claim, verdict):
-            self.release(*names_in(read.remote.request_id))
-            del worker._recving_metadata[name]
-            self._copied.add(name)
+        claims = {name: self._claims[name] for name in reads if name in self._claims}
+        began = time.monotonic()
+        verdicts = own_kv.copy(list(claims.values()), self._regions, self.table, self._digests)
+        found = dict(zip(claims, verdicts, strict=True))
+        self.handoffs.check_seconds += time.monotonic() - began
+        for name, read in reads.items():
+            if not read.local_block_ids:  # It was aborted before it began.
+                self.release(*names_in(read.remote.request_id))
+                continue
+            worker._recving_metadata[name] = read
+            if self._judged(name, claims.get(name), found.get(name, UNKNOWN)):
+                self.release(*names_in(read.remote.request_id))
+                del worker._recving_metadata[name]
+                self._copied.add(name)
 
     def wait_for_save(self) -> None:
         """Write the digests. vLLM calls this after the step's forward pass, before its result leaves this process."""
-        for blocks in self._connector_metadata.signed:
-            unsigned = self.table.unsigned(blocks)
+        # All at once: each answer waits for the device.
+        if unsigned := self.table.unsigned(itertools.chain(*self._connector_metadata.signed)):
             self.table.sign(unsigned, self._digests(unsigned))
         super().wait_for_save()
 

@@ -17,12 +17,18 @@ from corun.node.kv.handle import names_in
 from corun.node.kv.stamps import Claim, Rows, StampTable, Verdict, compare
 
 
-def copy(claim: Claim, regions: Sequence[Any], table: StampTable, digests: Callable[[Sequence[int]], Rows]) -> Verdict:
-    """Copy a prompt's blocks to its sample's, in all regions (`corun.node.kv.digest`), and check them."""
-    if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(table.rows):
-        return Verdict(f"blocks {claim.theirs} were offered for {claim.ours}")
-    copy_blocks(regions, claim.theirs, claim.ours)
-    return compare(claim, table.rows[list(claim.theirs)], digests)
+def copy(
+    claims: Sequence[Claim], regions: Sequence[Any], table: StampTable, digests: Callable[[Sequence[int]], Rows]
+) -> list[Verdict]:
+    """Copy prompts' blocks to their samples', in all regions (`corun.node.kv.digest`), and check them."""
+    found: list[tuple[Claim, Rows | str]] = []
+    for claim in claims:
+        if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(table.rows):
+            found.append((claim, f"blocks {claim.theirs} were offered for {claim.ours}"))
+        else:
+            copy_blocks(regions, claim.theirs, claim.ours)
+            found.append((claim, table.rows[list(claim.theirs)]))
+    return compare(found, digests)
 
 
 def take_reads(meta: Any, engine_id: str) -> dict[str, Any]:
