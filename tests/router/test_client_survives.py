@@ -158,10 +158,12 @@ class TestTwoRouters:
             params = SamplingParams(max_tokens=40, logprobs=True)
             both = moving, staying
             runs = [asyncio.ensure_future(both[i % 2].generate([i, 8], params, seed=i)) for i in range(40)]
-            await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
             decodes = [node.service for node in fake.nodes if node.info.slots]
-            await fake.until(lambda: [node._table.used_slots for node in decodes] == [4] * 2)
-            assert all(router.queue.waiting for router in fake.routers)
+            await fake.until(
+                lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 100
+                and [node._table.used_slots for node in decodes] == [4] * 2
+                and all(router.queue.waiting for router in fake.routers)
+            )
             await fake.kill_router()
             for number, done in enumerate(await asyncio.gather(*runs)):
                 ids, logprobs, _ = expected([number, 8], params, number)
