@@ -16,6 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from corun.room import SampleBlocks, UsedBlocks, places
 from corun.types import NodeLoad
@@ -315,19 +316,29 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    The decode node is the one with the most free slots, then with the most free KV. The prefill node is chosen among
-    those warm with it: first one whose steps are not too slow, then one that is computing the same KV already, then the
-    one with the fewest prompt tokens until this prompt is where it is decoded (`_delay`).
+    It is one of these: the two sides of a colocated node, or the decode node with the most free slots, and then the
+    most free KV, with any prefill node that is warm with it. The first of them has a free slot, then steps of prompts
+    that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt
+    is where it is decoded (`_delay`); then its decode node has the most room.
     """
     avoid = _avoided(need, decodes, prefills)
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
     fitting.sort(key=lambda node_id: (node_id in avoid, *least_used(decodes[node_id]), node_id))
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
+    side = {engine_id: node_id for node_id in free if (engine_id := prefills[node_id].engine_id)}
+    engines = [(decode, side[decodes[decode].engine_id]) for decode in fitting if decodes[decode].engine_id in side]
+    pairs = [pair for pair in engines if is_warm(*pair)]
     for decode in fitting:
         if warm := [node_id for node_id in free if is_warm(decode, node_id)]:
-            room = decodes[decode]
-            return decode, min(warm, key=lambda name: (name in avoid, *_delay(need, prefills[name], room), name))
-    return None
+            pairs.extend((decode, node_id) for node_id in warm)
+            break
+
+    def order(pair: tuple[str, str]) -> tuple[Any, ...]:
+        room, prefill = decodes[pair[0]], prefills[pair[1]]
+        avoided = pair[0] in avoid, pair[1] in avoid
+        return *avoided, room.free_slots <= 0, *_delay(need, prefill, room), *least_used(room), pair
+
+    return min(pairs, key=order, default=None)
 
 
 def choose_prefill(need: Need, prefills: Mapping[str, PrefillRoom]) -> str | None:

@@ -162,6 +162,13 @@ def test_more_nodes_never_lower_throughput(spec: str, chain: tuple[str, ...]) ->
     assert all(fewer <= more for fewer, more in itertools.pairwise(found)), found
 
 
+@pytest.mark.parametrize("spec", ["in=512,out=32", "in=2048,out=8", "in=128,out=64", "rl=30x8,in=512,out=16"])
+def test_colocated_nodes_read_no_kv_of_each_other_in_even_work(spec: str) -> None:
+    work = replace(made(spec, 240), max_concurrency=120)
+    assert run("2c", work, H200).handoffs == 0
+    assert run("1p1d1c", work, H200).handoffs > 0, "control"
+
+
 def test_no_placement_is_faster_than_at_best() -> None:
     requests = workload(*[(512, 256)] * 4).requests
     for placement in ("1c", "1p1d", "2p1d", "1p1d1c"):

@@ -160,9 +160,11 @@ class TestTwoRouters:
             runs = [asyncio.ensure_future(both[i % 2].generate([i, 8], params, seed=i)) for i in range(40)]
             decodes = [node.service for node in fake.nodes if node.info.slots]
             await fake.until(
-                lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 100
-                and [node._table.used_slots for node in decodes] == [4] * 2
-                and all(router.queue.waiting for router in fake.routers)
+                lambda: (
+                    sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 100
+                    and [node._table.used_slots for node in decodes] == [4] * 2
+                    and all(router.queue.waiting for router in fake.routers)
+                )
             )
             await fake.kill_router()
             for number, done in enumerate(await asyncio.gather(*runs)):

@@ -140,6 +140,20 @@ def test_a_decode_node_is_chosen_as_before_and_then_its_own_prefill_side() -> No
     assert idle([decode("x", engine="c")], prefills, 1) == "xc"
 
 
+def test_a_colocated_node_with_room_for_the_prompt_decodes_it_too() -> None:
+    """Another one may have more slots free. But its prompts fill it, and to read the KV there takes a step or two. Not
+    so if the first has no free slot, and the sample would wait in line."""
+    decodes = [decode("a", engine="a"), decode("b", slots=8, engine="b")]
+    prefills = [prefill("a", engine="a"), prefill("b", max_in_flight=1, queued=16, engine="b")]
+    assert chosen(decodes, prefills) == "aa"
+    dict(decodes)["a"].take(NEED)
+    assert dict(decodes)["a"].free_slots > 0, "control"
+    assert chosen(decodes, prefills) == "aa"
+    while dict(decodes)["a"].free_slots > 0:
+        dict(decodes)["a"].take(NEED)
+    assert chosen(decodes, prefills) == "ba"
+
+
 def test_a_node_that_failed_the_sample_takes_the_other_side_of_its_engine_with_it() -> None:
     decodes, prefills = [decode("a", slots=8, engine="e"), decode("b")], [prefill("p", engine="e"), Q]
     assert chosen(decodes, prefills, NEED.again("a")) == "bq"
