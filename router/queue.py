@@ -77,6 +77,11 @@ class QueueEntry:
             return rank, True, self.start, self.number
         return rank, False, self.first_placement, self.number
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the caller of a waiting entry was cancelled a moment ago, so that the entry is about to leave."""
+        return self.granted is not None and self.granted.done()
+
 
 class FairShare:
     """The shares of the clients of one class: tokens in proportion to their weights, each client's samples in order.
@@ -279,15 +284,17 @@ class SampleQueue:
 
     def pump(self) -> None:
         """Place entries in order, until the first one has to wait for room on a node in use. An entry that no node in
-        use could ever hold steps aside, or fails if no other node could hold it either. A later call that `pump_soon`
-        has promised still comes: what it is to see may change before it."""
+        use could ever hold steps aside, or fails if no other node could hold it either. An abandoned entry leaves. A
+        later call that `pump_soon` has promised still comes: what it is to see may change before it."""
         most_tokens = self._pool.most_tokens() if self._aside else 0
         for entry in [entry for entry in self._aside if entry.need.total <= most_tokens]:
             self._aside.pop(entry).cancel()
             self._line_up(entry)
         self._is_missing = bool(self.waiting and self._pool.missing())  # Asked once: it goes through all nodes.
         while (head := self.head) is not None:
-            if not self._is_missing and (placement := self._pool.place(head.need)) is not None:
+            if head.is_abandoned:  # A placement would be given back at once, and all listeners would hear of it.
+                self._remove(head)
+            elif not self._is_missing and (placement := self._pool.place(head.need)) is not None:
                 self._grant(head, placement)
             elif not self._is_missing and head.need.total <= self._pool.most_tokens():
                 break
@@ -331,11 +338,7 @@ class SampleQueue:
 
     def _grant(self, entry: QueueEntry, placement: PrefillPlacement) -> None:
         assert entry.granted is not None
-        is_late = entry.granted.done()  # The caller was cancelled a moment ago, but the entry has not left the queue.
-        self._remove(entry, is_placed=not is_late)
-        if is_late:
-            placement.close()
-            return
+        self._remove(entry, is_placed=True)
         if entry.first_placement is None:
             entry.first_placement = next(self._placements)
         entry.granted.set_result(placement)

@@ -228,6 +228,25 @@ async def test_a_waiter_that_is_cancelled_leaves_its_place_to_the_next(granted: 
     assert (pool.free, queue.waiting) == (0, 1 if granted == "never" else 0)
 
 
+async def test_nothing_is_placed_for_those_who_have_just_gone() -> None:
+    """However many they are: each placement would be given back at once, and each of these tells all listeners."""
+    pool = FakePool()
+    queue = make(pool, max_samples=1000)
+    gone = queue.enter([need()] * 256)
+    (stays,) = queue.enter([need()])
+    waits = [asyncio.ensure_future(queue.place(entry, later())) for entry in gone]
+    await asyncio.sleep(0)
+    pool.free, pool.looks = 1, 0
+    for wait in waits:
+        wait.cancel()
+    queue.pump()  # None of them has run since.
+    assert placed([stays]) == [0]
+    assert (pool.free, pool.looks, queue.waiting, queue.waiting_tokens) == (0, 1, 0, 0)
+    await asyncio.wait(waits)
+    assert all(wait.cancelled() for wait in waits)
+    assert (pool.free, queue.waiting, queue.waiting_tokens) == (0, 0, 0)
+
+
 async def test_leaving_twice_is_harmless() -> None:
     pool = FakePool(free=1)
     queue = make(pool)
