@@ -19,7 +19,7 @@ from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.records.reproduction import Drawn, Reproduction, write_reproduction
 from corun.types import NO_ALTERNATIVES, Alternatives, AuditStatus, FinishReason
-from router.attempt import NodeFaultError, receipt_of
+from router.attempt import NodeFaultError, SampleTask, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.clock import loop_time
 from router.nodes.node_client import NotFiniteError
@@ -78,6 +78,9 @@ class Audit:
     """A finished sample that was chosen for an audit."""
 
     finished: Finished
+    sample: SampleTask
+    """The sample that the audit's runs repeat. It is made once, and only its deadline differs between runs: parameters
+    check themselves when they are made, which takes 2 ms with the longest list of biases."""
     need: Need
     """The need of the audit's run. It avoids the nodes of the first run."""
     tries: int = 0
@@ -116,7 +119,7 @@ class Auditor:
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
-        audit = Audit(finished=finished, need=finished.task.need.again(*nodes))
+        audit = Audit(finished=finished, sample=_repeated(finished.task), need=finished.task.need.again(*nodes))
         if self._closed or self.waiting >= MAX_WAITING or self._num_tokens() + audit.num_tokens > MAX_WAITING_TOKENS:
             self._counts["skipped"] += 1
             return
@@ -153,10 +156,7 @@ class Auditor:
             await asyncio.wait(set(self._writing), timeout=CLOSE_TIMEOUT_S)
 
     def _start(self, audit: Audit) -> bool:
-        deadline = loop_time() + AUDIT_TIMEOUT_S
-        task = audit.finished.task
-        params = replace(task.params, top_logprobs=0)  # What is compared has none.
-        sample = replace(task, params=params, deadline=deadline, received=None, share_scope="", isolated=True)
+        sample = replace(audit.sample, deadline=loop_time() + AUDIT_TIMEOUT_S)
         output, spare = AuditOutput(audit.finished), SPARE_SLOTS
         run = self._idle.start(sample, audit.need, output, self._ended, spare_slots=spare, keeps_free=spare)
         if run is not None:
@@ -229,6 +229,12 @@ class Auditor:
             log.error("no reproduction of %s could be written: %s", found.first.request_id, error)
         else:
             log.error("run it again: corun verify --reproduction %s", path)
+
+
+def _repeated(task: SampleTask) -> SampleTask:
+    """Return the sample that repeats a finished one."""
+    params = replace(task.params, top_logprobs=0)  # What is compared has none.
+    return replace(task, params=params, received=None, share_scope="", isolated=True)
 
 
 def _record(records: bytes | bytearray, position: int) -> bytes | bytearray:

@@ -144,6 +144,24 @@ async def test_a_share_is_chosen_at_random_and_nothing_with_0(finished: Finished
     assert chosen[0] == chosen[1]
 
 
+async def test_a_change_makes_no_parameters_for_an_audit_that_waits(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be hundreds of changes while the streams wait, and parameters check themselves when they are made."""
+    auditor, checks, check = auditor_of(1.0), list[SamplingParams](), SamplingParams.__post_init__
+
+    def counted(params: SamplingParams) -> None:
+        checks.append(params)
+        check(params)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", counted)
+    auditor.note(finished)
+    assert len(checks) == 1
+    for _ in range(100):
+        auditor.pump()
+    assert (len(checks), auditor.waiting) == (1, 1)
+
+
 async def test_what_waits_is_bounded_by_tokens_as_well(finished: Finished) -> None:
     auditor = auditor_of(1.0)
     tokens = MAX_WAITING_TOKENS // 3
