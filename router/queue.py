@@ -70,12 +70,16 @@ class QueueEntry:
     """The future of the placement, from the start of a wait until the placement is taken."""
 
     @property
+    def rank(self) -> int:
+        """The number of the entry's class."""
+        return _RAN if self.ran else _CLASSES[self.priority]
+
+    @property
     def key(self) -> tuple[int, bool, float, int]:
         """The entry's place in the order: class, whether it never had a placement, place among such, and number."""
-        rank = _RAN if self.ran else _CLASSES[self.priority]
         if self.first_placement is None:
-            return rank, True, self.start, self.number
-        return rank, False, self.first_placement, self.number
+            return self.rank, True, self.start, self.number
+        return self.rank, False, self.first_placement, self.number
 
     @property
     def is_abandoned(self) -> bool:
@@ -169,6 +173,7 @@ class SampleQueue:
         self._samples_of: Counter[str] = Counter()  # By client, as the next one.
         self._tokens_of: Counter[str] = Counter()
         self._waiting_for: Counter[str] = Counter()  # Samples by KV key.
+        self._ranks: Counter[int] = Counter()  # Samples by rank.
         self._arriving: Counter[str] = Counter()  # Samples by client that have yet to enter.
         self._numbers = itertools.count()
         self._placements = itertools.count()
@@ -332,6 +337,7 @@ class SampleQueue:
     def _count(self, entry: QueueEntry, sign: int) -> None:
         entry.is_waiting = sign > 0
         self.waiting += sign
+        self._ranks[entry.rank] += sign
         _add(self._samples_of, entry.caller.name, sign)
         _add(self._tokens_of, entry.caller.name, sign * entry.need.num_prompt)
         _add(self._waiting_for, entry.need.kv_key, sign)
@@ -385,8 +391,7 @@ class SampleQueue:
         longest, most_s = deadline - loop_time(), self._config.max_queue_wait_s
         if most_s and priority is not Priority.LOW:
             longest = min(longest, most_s)
-        line = self._aside if self._is_missing else (entry for _, entry in self._heap if self._is_in_line(entry))
-        ranks = Counter(entry.key[0] for entry in line)
+        ranks = self._ranks if self._is_missing else self._ranks - Counter(entry.rank for entry in self._aside)
         weights = share.weights + (0 if (own := share.waiting[caller.name]) else caller.weight)
         ahead = min(ranks[rank] + samples, (own + samples) * weights / caller.weight)
         ahead += sum(number for other, number in ranks.items() if other < rank)

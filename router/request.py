@@ -169,7 +169,7 @@ class RequestRunner:
             check_lengths(len(request.prompt), 1, model.max_model_len)
             prompt = tuple(request.prompt)
         self.check(prompt, request.params, model)
-        digest = prompt_digest(prompt)
+        digest, params_digest = prompt_digest(prompt), request.params.digest()
         scope = f"client {name}" if self._config.share_kv else ""
         beginnings = beginnings_of(prompt, scope)
         return [
@@ -179,6 +179,7 @@ class RequestRunner:
                 prompt_token_ids=prompt,
                 prompt_digest=digest,
                 params=request.params,
+                params_digest=params_digest,
                 seed=sample_seed(seed, index),
                 deadline=deadline,
                 received=received.get(index),

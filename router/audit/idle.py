@@ -180,6 +180,7 @@ class Fillers:
             prompt_token_ids=prompt,
             prompt_digest=prompt_digest(prompt),
             params=params,
+            params_digest=params.digest(),
             seed=rng.randint(0, MAX_SEED),
             deadline=self._deadline,
             caller=self._caller,

@@ -140,17 +140,16 @@ class Verifier:
             deadline = min(deadline, loop_time() + LONGEST_S)
             model = await self._requests.model(deadline)
             conditions = all_if_none(conditions)
-            changed = await self._check(cases, model, deadline, caller)
+            changed, samples = await self._check(cases, model, deadline, caller)
             judge, done = Judge(cases), 0
             for condition in conditions:
                 for index in changed:
                     yield judge.failure(condition, index, "its prompt's text gives other token ids than its own")
                 done += len(changed)
                 rng = random.Random(f"{order_seed} {condition.value}")  # A seed of text is stable across processes.
-                samples = [(index, _sample(case, index, deadline, caller)) for index, case in enumerate(cases)]
                 job = Job(
                     condition=condition,
-                    samples=[(index, sample) for index, sample in samples if index not in changed],
+                    samples=samples,
                     judge=judge,
                     fillers=Fillers(model, rng, deadline, caller),
                     rng=rng,
@@ -176,10 +175,12 @@ class Verifier:
         finally:
             self._callers.discard(caller.name)
 
-    async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float, caller: Caller) -> list[int]:
-        """Return the indices of the cases whose text gives other token ids than their prompt. Raises
-        InvalidArgumentError for a case that cannot be run."""
-        changed = []
+    async def _check(
+        self, cases: Sequence[VerifyCase], model: Model, deadline: float, caller: Caller
+    ) -> tuple[list[int], list[tuple[int, SampleTask]]]:
+        """Return the indices of the cases whose text gives other token ids than their prompt, and the samples of the
+        others, each with the index of its case. Raises InvalidArgumentError for a case that cannot be run."""
+        changed, samples = [], []
         for index, case in enumerate(cases):
             with naming_case(index):
                 if case.sampling_params.n != 1:
@@ -189,8 +190,10 @@ class Verifier:
                 self._requests.check(prompt, case.sampling_params, model)
                 if case.text and not await self._requests.is_text_of(case.text, prompt, model, deadline, caller):
                     changed.append(index)
+                else:
+                    samples.append((index, _sample(case, index, deadline, caller)))
             await asyncio.sleep(0)  # Let the streams of other requests go on.
-        return changed
+        return changed, samples
 
     @property
     def _num_slots(self) -> int:
@@ -288,12 +291,14 @@ def naming_case(index: int) -> Iterator[None]:
 
 
 def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> SampleTask:
+    params = replace(case.sampling_params, top_logprobs=0)  # What is compared has none.
     return SampleTask(
         request_id=f"verify-{index}",
         index=0,
         prompt_token_ids=case.prompt_token_ids,
         prompt_digest=prompt_digest(case.prompt_token_ids),
-        params=replace(case.sampling_params, top_logprobs=0),  # What is compared has none.
+        params=params,
+        params_digest=params.digest(),
         seed=case.seed,
         deadline=deadline,
         caller=caller,

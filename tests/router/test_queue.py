@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
-from corun.rpc.auth import Caller
+from corun.rpc.auth import ANYONE, Caller
 from corun.testing.cluster import router_config
 from corun.types import Priority
 from router.nodes.node import Placement
@@ -372,6 +372,18 @@ async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.Monk
     assert arrives(HOG, Priority.NORMAL, 60.0) is not None
     assert arrives(SMALL, Priority.NORMAL, 60.0) is None
     assert arrives(SMALL, Priority.NORMAL, 1.0) is not None
+
+
+async def test_who_arrives_does_not_look_at_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may wait, and dozens arrive at once."""
+    queue = make(FakePool(), max_samples=1000, max_wait_s=10.0)
+    queue.enter([need()] * 500)
+    looks = list[QueueEntry]()
+    monkeypatch.setattr(QueueEntry, "rank", property(lambda entry: looks.append(entry) or 1))
+    monkeypatch.setattr(SampleQueue, "_is_in_line", lambda queue, entry: looks.append(entry) or True)
+    with queue.arriving(1, 1, later(), caller=ANYONE, priority=Priority.NORMAL):
+        pass
+    assert looks == []
 
 
 async def test_an_outage_is_no_reason_to_refuse_what_comes_after_it() -> None:

@@ -17,11 +17,13 @@ from corun.params import SamplingParams, derive_seed, sample_seed
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE
-from corun.types import ModelStatus, ResumePoint
+from corun.types import FinishReason, ModelStatus, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import types_pb2
 from router import service
-from router.attempt import Attempt
+from router.attempt import Attempt, receipt_of
+from router.clock import loop_time
+from router.output import Output
 from router.request import Request
 from tests.clusters import cluster, generate, retries, send
 from tests.router.asking import PARAMS, PROMPT, check, check_all, started, tokenizer_of
@@ -53,6 +55,21 @@ class TestRequests:
             assert told == [(9, status.fingerprint)] + [(0, "")] * (len(told) - 1), "only the first one says it"
             without = SamplingParams(max_tokens=4)
             check((await generate(fake, PROMPT, without, seed=3))[0], PROMPT, without, 3)
+
+    async def test_parameters_are_summed_up_once_for_all_samples(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With the longest lists that takes a millisecond, and dozens of samples end in one step."""
+        digest, made = SamplingParams.digest, list[SamplingParams]()
+        async with cluster(model) as fake:
+            monkeypatch.setattr(SamplingParams, "digest", lambda params: made.append(params) or digest(params))
+            request = Request(prompt=PROMPT, params=replace(PARAMS, n=4))
+            samples = await fake.router.requests.accept(request, loop_time() + WAIT_S)
+            placement = fake.router.registry.place(samples[0].need)
+            receipts = [receipt_of(each, "", Output(), placement, FinishReason.STOP) for each in samples]
+            placement.close()
+            assert len(made) == 1
+            assert [receipt.params_digest for receipt in receipts] == [digest(PARAMS)] * 4
 
     async def test_seeds_follow_from_the_request_and_the_sample(self, model: str) -> None:
         async with cluster(model) as fake:
