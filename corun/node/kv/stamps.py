@@ -317,7 +317,7 @@ def compare(found: Sequence[tuple[Claim, Rows | str]], digests: Callable[[Sequen
 
     Blocks that an earlier prompt computed may have digests where the others have none, and the other way round. The
     digests of all reads are asked for at once: each answer waits for the device, and on a GPU that two processes share
-    for its turn there, too. 64 answers in one step stopped all rows for a tenth of a second.
+    for its turn there, too. A step may find dozens of reads complete, and all its rows wait meanwhile.
 
     Args:
         found: each claim with its rows, or with the reason why there are none.
@@ -329,13 +329,17 @@ def compare(found: Sequence[tuple[Claim, Rows | str]], digests: Callable[[Sequen
         for at, (claim, rows) in enumerate(found)
         if not verdicts[at].refusal and not isinstance(rows, str) and rows[:, DIGEST].any()
     ]
-    blocks = [ours for _, claim, theirs in signed for ours, digest in zip(claim.ours, theirs, strict=True) if digest]
-    bits = iter(digests(blocks) if blocks else ())
-    for at, claim, theirs in signed:
-        wrong = [number for number, digest in enumerate(theirs) if digest and next(bits) != digest]
+    if not signed:
+        return verdicts
+    numbers = [np.flatnonzero(theirs) for _, _, theirs in signed]
+    bits = digests([claim.ours[at] for (_, claim, _), some in zip(signed, numbers, strict=True) for at in some])
+    parts = np.split(bits, np.cumsum([len(some) for some in numbers])[:-1])
+    for (at, claim, theirs), some, ours in zip(signed, numbers, parts, strict=True):
+        wrong = some[ours != theirs[some]]
         changed = f"of {claim.first + len(theirs)} changed on the way ({len(wrong)} did)"
-        text = f"the bits of block {claim.first + wrong[0]} {changed}" if wrong else ""
-        verdicts[at] = Verdict(text, checked=True)
+        verdicts[at] = Verdict(
+            f"the bits of block {claim.first + wrong[0]} {changed}" if len(wrong) else "", checked=True
+        )
     return verdicts
 
 

@@ -192,7 +192,9 @@ def test_ctrl_c_exits_130_without_a_traceback(fake: FakeRouter, start: Any) -> N
     assert fake.cancelled.wait(WAIT_S)
 
 
-def test_a_reader_that_leaves_is_no_error(start: Any) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_error(start: Any, monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with start("fingerprint", "--explain") as process:
         process.stdout.close()
         assert (process.wait(WAIT_S), process.stderr.read()) == (141, "")
