@@ -102,6 +102,8 @@ class Siege:
         self._tokens = tokens
         self._told: list[dict[str, Any]] = []
         self._most: dict[str, float] = {}
+        self._assaulted: list[tuple[float, float, str]] = []
+        """The assaults that are over: when each began and ended, and what it was."""
         self._said = {name: len(self._processes.log(name)) for name in self._processes.commands}
         """The characters of each log when the siege began: what an engine says while it loads is no finding."""
 
@@ -143,9 +145,10 @@ class Siege:
         while time.time() < until:
             number = next(numbers)
             kind, rng = draw(self.report.seed, number)
-            began = time.monotonic()
+            began, at = time.monotonic(), time.time()
             answer = await ASSAULTS[kind][1](self._target, rng)
             self.report.assaults.setdefault(kind, Counter())[answer] += 1
+            self._assaulted.append((at, time.time(), f"{kind} {number}"))
             if answer in ("INTERNAL", "UNKNOWN", "HTTP 500"):
                 self.report.find(f"assault {number}, {kind}: {answer}")
             if time.monotonic() - began > 2 * CALL_S:
@@ -164,13 +167,20 @@ class Siege:
             bound = SLOWER_S + max(told["longest_pause_s"] for told in calm if told["way"] == way)
             slow = [told for told in beside if told["way"] == way and told["longest_pause_s"] > bound]
             if slow:  # One finding, so that many pauses do not take the place of what the logs say.
-                longest = max(told["longest_pause_s"] for told in slow)
+                longest = max(slow, key=lambda told: float(told["longest_pause_s"]))
                 which = ", ".join(sorted(map(_pause, slow)))
-                text = f"paused for up to {longest} s, more than {bound:.3f} s: {which}"
-                report.find(f"{len(slow)} streams over {way} {text}")
+                text = f"paused for up to {longest['longest_pause_s']} s, more than {bound:.3f} s: {which}"
+                report.find(f"{len(slow)} streams over {way} {text}; {self._beside(longest)}")
         for name in self._processes.commands:
             for line in sorted(set(_BAD.findall(self._processes.log(name)[self._said[name] :]))):
                 report.find(f"in the log of {name}: {line[:300]}")
+
+    def _beside(self, told: dict[str, Any]) -> str:
+        """Return what was under way at a stream's longest pause, or had ended less than a second before."""
+        over = told["paused_until"]
+        start = over - told["longest_pause_s"] - 1
+        names = [name for at, end, name in self._assaulted if end > start and at < over]
+        return f"beside the longest: {', '.join(names) or 'nothing that has ended'}"
 
     async def _settled(self) -> None:
         """Wait until nothing of the assaults is held. Anything that still is becomes a finding."""

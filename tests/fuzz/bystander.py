@@ -65,14 +65,15 @@ class Bystander:
                 equal = await asyncio.wait_for(self._read(way, case, times), STREAM_S)
             except Exception as raised:  # Anything that ends a stream is a finding here.
                 error = f"{type(raised).__name__}: {raised}"[:500]
-            pauses = [(b - a, message) for message, (a, b) in enumerate(pairwise(times[1:]), 2)]
-            longest, message = max(pauses, default=(0.0, 0))
+            pauses = [(b - a, message, b) for message, (a, b) in enumerate(pairwise(times[1:]), 2)]
+            longest, message, over = max(pauses, default=(0.0, 0, began))
             told = {
                 "way": way,
                 "at": time.time(),
                 "first_s": round(times[1] - began, 4) if len(times) > 1 else 0.0,
                 "longest_pause_s": round(longest, 4),
                 "before_message": message,
+                "paused_until": round(time.time() - (time.monotonic() - over), 3),
                 "seconds": round(time.monotonic() - began, 4),
                 "equal": equal,
                 "error": error,

@@ -24,11 +24,13 @@ CALM: dict[str, Any] = {
     "first_s": 0.1,
     "longest_pause_s": 0.05,
     "before_message": 2,
+    "paused_until": 10.0,
     "seconds": 1.0,
     "equal": True,
     "error": "",
 }
 ENDED = time.strftime("%X", time.localtime(CALM["at"]))
+PAUSED = f"paused for up to 0.3 s, more than 0.150 s: before message 2, ended at {ENDED}"
 FINE = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "left"}
 FINE |= {"HTTP 200", "HTTP 400", "HTTP 401", "HTTP 408", "HTTP 413", "HTTP 429", "HTTP ClientOSError"}
 """A server that closes a connection in the middle of a large body is a ClientOSError for whoever still sends it."""
@@ -69,7 +71,7 @@ def test_an_assault_is_drawn_from_its_number() -> None:
         (
             {"longest_pause_s": 0.3},
             "",
-            "1 streams over grpc paused for up to 0.3 s, more than 0.150 s: before message 2, ended at " + ENDED,
+            f"1 streams over grpc {PAUSED}; beside the longest: flood 2, text 3",
         ),
         ({"equal": False}, "", "a stream over grpc has other bits"),
         ({"equal": False, "error": "UnavailableError: x"}, "", "a stream over grpc UnavailableError: x"),
@@ -93,5 +95,6 @@ def test_what_became_of_others_is_judged(tmp_path: Path, told: dict[str, Any] | 
     siege = Siege(nodes, nothing, nothing, Report(seed=1, minutes=0.0))
     with log.open("a") as more:
         more.write(f"{line}\n")
+    siege._assaulted = [(5.0, 8.0, "wide 1"), (6.0, 8.9, "flood 2"), (9.9, 30.0, "text 3"), (10.1, 11.0, "ids 4")]
     siege._judge([CALM, CALM], [] if told is None else [CALM, CALM | told])
     assert siege.report.findings == ([found] if found else [])
