@@ -46,6 +46,10 @@ Measured on H200 with Qwen3-8B: 512 tokens are computed in 13 ms, and read over 
 less of a longer prompt, because the copy itself takes 0.3 ms of it. So it is rounded to a quarter for all.
 """
 
+OWN_PART = 4
+"""A colocated node decodes what it computes while the node with the most free slots has at most this part of the node's
+slots more. Without a bound, samples of one prompt, and prompts that begin alike, would fill one node."""
+
 
 class SharedCount:
     """One counted resource of a node that several routers use."""
@@ -156,6 +160,10 @@ class DecodeRoom:
     def has_idle_room(self, need: Need, spare_slots: int) -> bool:
         """Return whether a sample fits and `keeps_free` would still hold after it is placed."""
         return self.has_room(need) and self.free_slots > min(spare_slots, self._total_slots - 1)
+
+    def has_near(self, need: Need, most_free: int) -> bool:
+        """Return whether a sample fits and gets a slot, of which nearly `most_free` are free (`OWN_PART`)."""
+        return 0 < self.free_slots >= most_free - self._total_slots // OWN_PART and self.has_room(need)
 
     def take(self, need: Need) -> tuple[int, int]:
         """Claim a place and KV blocks for a sample. Return the value that `refuse` needs to undo this."""
@@ -316,29 +324,33 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    It is one of these: the two sides of a colocated node, or the decode node with the most free slots, and then the
-    most free KV, with any prefill node that is warm with it. The first of them has a free slot, then steps of prompts
-    that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt
-    is where it is decoded (`_delay`); then its decode node has the most room.
+    The decode node is the one with the most free slots, then with the most free KV, with any prefill node that is warm
+    with it. Or it is a colocated node whose own side computes the prompt, so that no KV is read, if it has nearly as
+    many slots free (`OWN_PART`). Of these pairs, the first has steps of prompts that are not too slow; then it computes
+    the same KV already; then it has the fewest prompt tokens until this prompt is where it is decoded (`_delay`).
     """
     avoid = _avoided(need, decodes, prefills)
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
     fitting.sort(key=lambda node_id: (node_id in avoid, *least_used(decodes[node_id]), node_id))
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
-    side = {engine_id: node_id for node_id in free if (engine_id := prefills[node_id].engine_id)}
-    engines = [(decode, side[decodes[decode].engine_id]) for decode in fitting if decodes[decode].engine_id in side]
-    pairs = [pair for pair in engines if is_warm(*pair)]
-    for decode in fitting:
-        if warm := [node_id for node_id in free if is_warm(decode, node_id)]:
-            pairs.extend((decode, node_id) for node_id in warm)
+    warm: list[str] = []
+    for best in fitting:
+        if warm := [node_id for node_id in free if is_warm(best, node_id)]:
             break
+    if not warm:
+        return None
+    sides = {engine_id: node_id for node_id in free if (engine_id := prefills[node_id].engine_id)}
+    pairs = [(best, node_id) for node_id in warm]
+    for decode in fitting:
+        side, room = sides.get(decodes[decode].engine_id), decodes[decode]
+        if side and decode != best and room.has_near(need, decodes[best].free_slots) and is_warm(decode, side):
+            pairs.append((decode, side))
 
     def order(pair: tuple[str, str]) -> tuple[Any, ...]:
-        room, prefill = decodes[pair[0]], prefills[pair[1]]
-        avoided = pair[0] in avoid, pair[1] in avoid
-        return *avoided, room.free_slots <= 0, *_delay(need, prefill, room), *least_used(room), pair
+        room = decodes[pair[0]]
+        return pair[0] in avoid, pair[1] in avoid, *_delay(need, prefills[pair[1]], room), *least_used(room), pair
 
-    return min(pairs, key=order, default=None)
+    return min(pairs, key=order)
 
 
 def choose_prefill(need: Need, prefills: Mapping[str, PrefillRoom]) -> str | None:

@@ -83,11 +83,9 @@ class Audit:
     check themselves when they are made, which takes 2 ms with the longest list of biases."""
     need: Need
     """The need of the audit's run. It avoids the nodes of the first run."""
+    num_tokens: int
+    """The tokens of its prompt and output."""
     tries: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.need.num_prompt + len(self.finished.records) // RECORD.size
 
     def __str__(self) -> str:
         return f"the audit of {self.finished.task}"
@@ -119,11 +117,13 @@ class Auditor:
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
-        audit = Audit(finished=finished, sample=_repeated(finished.task), need=finished.task.need.again(*nodes))
-        if self._closed or self.waiting >= MAX_WAITING or self._num_tokens() + audit.num_tokens > MAX_WAITING_TOKENS:
+        need = finished.task.need.again(*nodes)
+        num_tokens = need.num_prompt + len(finished.records) // RECORD.size
+        if self._closed or self.waiting >= MAX_WAITING or self._num_tokens() + num_tokens > MAX_WAITING_TOKENS:
             self._counts["skipped"] += 1
             return
-        self._waiting.append(audit)
+        sample = _repeated(finished.task)
+        self._waiting.append(Audit(finished=finished, sample=sample, need=need, num_tokens=num_tokens))
         asyncio.get_running_loop().call_soon(self.pump)
 
     def _num_tokens(self) -> int:

@@ -141,17 +141,35 @@ def test_a_decode_node_is_chosen_as_before_and_then_its_own_prefill_side() -> No
 
 
 def test_a_colocated_node_with_room_for_the_prompt_decodes_it_too() -> None:
-    """Another one may have more slots free. But its prompts fill it, and to read the KV there takes a step or two. Not
-    so if the first has no free slot, and the sample would wait in line."""
-    decodes = [decode("a", engine="a"), decode("b", slots=8, engine="b")]
-    prefills = [prefill("a", engine="a"), prefill("b", max_in_flight=1, queued=16, engine="b")]
-    assert chosen(decodes, prefills) == "aa"
-    dict(decodes)["a"].take(NEED)
-    assert dict(decodes)["a"].free_slots > 0, "control"
-    assert chosen(decodes, prefills) == "aa"
-    while dict(decodes)["a"].free_slots > 0:
-        dict(decodes)["a"].take(NEED)
-    assert chosen(decodes, prefills) == "ba"
+    """Another one may have more slots free, up to a quarter of its own. But its prompts fill it, and to read the KV
+    there takes a step or two."""
+    for taken in range(9):
+        decodes = [decode("a", slots=8, engine="a"), decode("b", slots=8, engine="b")]
+        prefills = [prefill("a", engine="a"), prefill("b", max_in_flight=1, queued=16, engine="b")]
+        for _ in range(taken):
+            dict(decodes)["a"].take(NEED)
+        assert chosen(decodes, prefills) == ("aa" if taken <= 2 else "ba")
+
+
+def test_a_node_without_room_for_the_sample_is_no_reason_to_leave_the_one_with_the_most() -> None:
+    """Others' samples fill its KV, so it would be asked in vain."""
+    full = decode("a", slots=8, kv_blocks=2, engine="a")
+    full[1].report(NodeLoad(leases=1, used_kv_blocks=2))
+    assert full[1].may_ask(NEED)
+    assert full[1].free_slots == 7
+    prefills = [prefill("a", engine="a"), prefill("b", queued=100, engine="b")]
+    assert chosen([full, decode("b", slots=8, engine="b")], prefills)[0] == "b"
+
+
+def test_samples_of_one_prompt_do_not_fill_one_colocated_node() -> None:
+    decodes = dict(decode(name, slots=64, engine=name) for name in "abcd")
+    prefills = dict(prefill(name, max_in_flight=100, engine=name) for name in "abcd")
+    prefills["a"].take(16, "k")
+    for _ in range(64):
+        found, _ = choose_pair(SHARING, decodes, prefills, always) or ("", "")
+        decodes[found].take(SHARING)
+    used = sorted(64 - room.free_slots for room in decodes.values())
+    assert used[-1] - used[0] <= 64 // 4 + 1
 
 
 def test_a_node_that_failed_the_sample_takes_the_other_side_of_its_engine_with_it() -> None:

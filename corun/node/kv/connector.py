@@ -220,7 +220,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _read_own(self, reads: Mapping[str, Any]) -> None:
         """Copy the KV that samples read from prompts of this engine, which needs it no longer for these readers."""
         worker = self.connector_worker
-        claims = {name: self._claims[name] for name in reads if name in self._claims}
+        claims = {
+            name: self._claims[name] for name, read in reads.items() if read.local_block_ids and name in self._claims
+        }
         began = time.monotonic()
         verdicts = own_kv.copy(list(claims.values()), self._regions, self.table, self._digests)
         found = dict(zip(claims, verdicts, strict=True))
