@@ -161,8 +161,9 @@ class DecodeRoom:
         """Return whether a sample fits and `keeps_free` would still hold after it is placed."""
         return self.has_room(need) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
-    def has_near(self, need: Need, most_free: int) -> bool:
-        """Return whether a sample fits and gets a slot, of which nearly `most_free` are free (`OWN_PART`)."""
+    def is_nearly_as_free(self, need: Need, most_free: int) -> bool:
+        """Return whether a sample fits and gets a slot here, and nearly as many slots are free as `most_free`
+        (`OWN_PART`)."""
         return 0 < self.free_slots >= most_free - self._total_slots // OWN_PART and self.has_room(need)
 
     def take(self, need: Need) -> tuple[int, int]:
@@ -340,10 +341,11 @@ def choose_pair(
     if not warm:
         return None
     sides = {engine_id: node_id for node_id in free if (engine_id := prefills[node_id].engine_id)}
-    pairs = [(best, node_id) for node_id in warm]
+    pairs, most = [(best, node_id) for node_id in warm], decodes[best].free_slots
     for decode in fitting:
-        side, room = sides.get(decodes[decode].engine_id), decodes[decode]
-        if side and decode != best and room.has_near(need, decodes[best].free_slots) and is_warm(decode, side):
+        room = decodes[decode]
+        side = sides.get(room.engine_id)
+        if side and decode != best and room.is_nearly_as_free(need, most) and is_warm(decode, side):
             pairs.append((decode, side))
 
     def order(pair: tuple[str, str]) -> tuple[Any, ...]:

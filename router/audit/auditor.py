@@ -80,7 +80,7 @@ class Audit:
     finished: Finished
     sample: SampleTask
     """The sample that the audit's runs repeat. It is made once, and only its deadline differs between runs: parameters
-    check themselves when they are made, which takes 2 ms with the longest list of biases."""
+    check themselves when they are made, and there may be a thousand biases."""
     need: Need
     """The need of the audit's run. It avoids the nodes of the first run."""
     num_tokens: int

@@ -74,7 +74,7 @@ async def test_all_conditions_match(model: str) -> None:
 
 
 async def test_parameters_are_made_once_for_all_conditions(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They check themselves when they are made. With the longest lists that takes 2 ms, and no stream goes on."""
+    """They check themselves when they are made. With long lists that takes a millisecond, and no stream goes on."""
     made, make = list[VerifyCase](), verifier._sample
     monkeypatch.setattr(verifier, "_sample", lambda case, *rest: made.append(case) or make(case, *rest))
     async with cluster(model) as fake:

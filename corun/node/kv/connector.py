@@ -220,19 +220,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _read_own(self, reads: Mapping[str, Any]) -> None:
         """Copy the KV that samples read from prompts of this engine, which needs it no longer for these readers."""
         worker = self.connector_worker
-        claims = {
-            name: self._claims[name] for name, read in reads.items() if read.local_block_ids and name in self._claims
-        }
-        began = time.monotonic()
-        verdicts = own_kv.copy(list(claims.values()), self._regions, self.table, self._digests)
-        found = dict(zip(claims, verdicts, strict=True))
-        self.handoffs.check_seconds += time.monotonic() - began
+        begun = [name for name, read in reads.items() if read.local_block_ids]
+        found = self._verdicts(begun, lambda claims: own_kv.copy(claims, self._regions, self.table, self._digests))
         for name, read in reads.items():
             if not read.local_block_ids:  # It was aborted before it began.
                 self.release(*names_in(read.remote.request_id))
                 continue
             worker._recving_metadata[name] = read
-            if self._judged(name, claims.get(name), found.get(name, UNKNOWN)):
+            if self._judged(name, found.get(name, UNKNOWN)):
                 self.release(*names_in(read.remote.request_id))
                 del worker._recving_metadata[name]
                 self._copied.add(name)
@@ -249,21 +244,33 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker = self.connector_worker
         done: set[str] = self._pop_done(transfers)
         read = sorted(done - set(worker._failed_recv_reqs.queue))
-        claims = {name: self._claims[name] for name in read if name in self._claims}
-        began = time.monotonic()
-        reads = [(claim, self._table_of(claim.engine_id)) for claim in claims.values()]
-        verdicts = judge(reads, self._fetched, self._digests, self._agent) if reads else []
-        found = dict(zip(claims, verdicts, strict=True))
-        self.handoffs.check_seconds += time.monotonic() - began
+        found = self._verdicts(read, self._judge)
         for name in read:
-            claim, verdict = claims.get(name), found.get(name, UNKNOWN)
-            if self._judged(name, claim, verdict) and claim:
+            if self._judged(name, found.get(name, UNKNOWN)) and (claim := self._claims.get(name)):
                 self._thank(claim)
         return done
 
-    def _judged(self, name: str, claim: Claim | None, verdict: Verdict) -> bool:
+    def _verdicts(
+        self, names: Iterable[str], check: Callable[[Sequence[Claim]], Sequence[Verdict]]
+    ) -> dict[str, Verdict]:
+        """Return what a check says of those of the reads that have claims, and count its time."""
+        claims = {name: self._claims[name] for name in names if name in self._claims}
+        if not claims:
+            return {}
+        began = time.monotonic()
+        found = dict(zip(claims, check(list(claims.values())), strict=True))
+        self.handoffs.check_seconds += time.monotonic() - began
+        return found
+
+    def _judge(self, claims: Sequence[Claim]) -> list[Verdict]:
+        """Compare what was read from peers with the stamps that their blocks have now."""
+        reads = [(claim, self._table_of(claim.engine_id)) for claim in claims]
+        return judge(reads, self._fetched, self._digests, self._agent)
+
+    def _judged(self, name: str, verdict: Verdict) -> bool:
         """Count a read that is complete, and return whether its KV may be used; if not, its blocks are marked as not
         loaded."""
+        claim = self._claims.get(name)
         self.handoffs.checked += verdict.checked
         if verdict.refusal:
             self.handoffs.refused += 1
