@@ -173,6 +173,10 @@ async def test_a_lost_node_and_a_mismatch_are_seen(model: str, monkeypatch: pyte
         assert page.complaints == []
 
 
+ASKED = "const real = window.fetch; window.asked = []; window.fetch = (...all) => (asked.push(all[0]), real(...all));"
+"""Notes what the page asks the gateway for."""
+
+
 async def test_a_token_is_asked_for_and_stays_in_the_tab(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,11 +185,15 @@ async def test_a_token_is_asked_for_and_stays_in_the_tab(
     async with looking(model, monkeypatch, client=Access(token=token), **settings) as (fake, http, chromium):
         page = await opened(chromium, http)
         assert "wants a token" in await page.text("main")
+        await page.evaluate(f"(() => {{ {ASKED} }})()")
         for given, expected in (("y" * 20, "'.why, .gate .dim'"), (token, "'.top'")):
             await page.evaluate("document.getElementById('page-token').focus()")
             await page.write(given)
             await page.press("Enter")
             await page.until(f"document.querySelector({expected}) && !document.querySelector('main[aria-busy]')")
+            await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+            # Whoever writes a token, and looks for it in another tab, must find the field as it was.
+            assert given == token or await page.evaluate("asked") == ["/"]
         await page.until(LIVE)
         assert await page.evaluate("location.href") == http.gateway.url + "/"
         assert await page.evaluate("document.cookie + JSON.stringify(localStorage)") == "{}"

@@ -16,6 +16,7 @@ let connection = new AbortController();
 
 async function follow() {
   connection.abort();
+  if (!main.querySelector(".top")) return; // The page asks for a token: what is being written there must stay.
   const own = (connection = new AbortController());
   for (let waitMs = 500; !own.signal.aborted; waitMs = Math.min(2 * waitMs, LONGEST_WAIT_MS)) {
     try {
@@ -354,4 +355,4 @@ document.addEventListener("visibilitychange", () => {
 
 // A page that the server wrote without a token is written again with the one that this tab has.
 if (token() && !main.querySelector(".top")) reload().then(follow);
-else if (main.querySelector(".top")) follow();
+else follow();
