@@ -3,7 +3,8 @@
 Owns: which of the two are in the next step. Rows of samples ride in a step of prompts if each of the prompts allows
 that (`Freedom.MIXED`); otherwise steps of prompts and of rows take turns. What a prompt or a sample may do else is
 decided as on a node of one role (prefill_node/scheduler.py, decode_node/scheduler.py): a request's own parameters say
-which of the two it is. Must not know: connectors, sampling, why a freedom holds.
+which of the two it is. And which samples begin in the step that copies their KV. Must not know: connectors, sampling,
+why a freedom holds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from colocated_node.shares import SLOTS, prompt_blocks
 from corun.node.kv import handle
 from corun.types import Freedom
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
+
+HAVE_KV = (RequestStatus.RUNNING, RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""The states of a sample that computed a row from its KV: it runs, or the row was its last."""
 
 
 class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[misc]  # `turn` is None in both.
@@ -36,6 +41,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._prompt_blocks = prompt_blocks(blocks, self.block_size, self.max_model_len)
         self._had_prompts = False
         """Whether the last step held prompts."""
+        self._copying: dict[str, Request] = {}
+        """The samples whose KV is copied in a step that computes a row of them, until that step's result is there."""
         self._tokens_left = 0
         """The prompt tokens that the step that is being made may still get."""
         self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
@@ -59,6 +66,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         with self._showing_only(chosen):
             output: SchedulerOutput = super(FixedSlotScheduler, self).schedule(throttle_prefills)
         self._check_step(output, chosen)
+        self._note_copies(output)
         return output
 
     # What is a prompt's, and what a sample's.
@@ -81,6 +89,53 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         if not self._takes_rows:
             return self.slots
         return sum(not is_prompt(request) for request in self.running) + self._num_resting
+
+    def admissible(self) -> list[Request]:
+        """Return the samples at the head of the queue that get KV room in this step, and mark those that also begin.
+
+        A sample of one of this engine's own prompts needs no step to read its KV: it is copied in the step that
+        computes the first row, if a slot is free. Without that, a sample would begin two steps later, since the next
+        step is chosen before the result of the one that copied is there. A step of prompts may take 0.1 s.
+        """
+        chosen = super().admissible()
+        free = self.slots - self.decoding() - sum(not is_prompt(request) for request in self.skipped_waiting)
+        for request in chosen:
+            begins = free > 0 and self._is_own(request) and not request.use_structured_output
+            request.kv_transfer_params[handle.AT_ONCE_PARAM] = begins
+            free -= begins
+        return chosen
+
+    def being_read(self) -> Iterator[Request]:
+        yield from super().being_read()
+        yield from self._copying.values()
+
+    def _is_own(self, request: Request) -> bool:
+        """Return whether a sample's prompt was computed by this engine."""
+        engine_id: str = self.vllm_config.kv_transfer_config.engine_id
+        return bool(request.kv_transfer_params.get("remote_engine_id") == engine_id)
+
+    def _note_copies(self, output: SchedulerOutput) -> None:
+        """Remember the samples that begin in this step with KV that it copies. Those whose whole KV was found here have
+        read it already."""
+        for name, read in output.kv_connector_metadata.reqs_to_recv.items():
+            request = self.requests.get(name)
+            if request is not None and request.kv_transfer_params.get(handle.AT_ONCE_PARAM):
+                if read.local_block_ids:
+                    self._copying[name] = request
+                else:
+                    self.note_read(request)
+
+    def _update_from_kv_xfer_finished(self, kv_connector_output: KVConnectorOutput) -> None:
+        """Take note of the copies, which vLLM must not hear of: their samples run already, or have ended. A sample
+        whose copy was refused has ended with an error."""
+        names = kv_connector_output.finished_recving or set()
+        copied = [name for name in self._copying if name in names]
+        kv_connector_output.finished_recving = names.difference(copied)
+        super()._update_from_kv_xfer_finished(kv_connector_output)
+        for name in copied:
+            request = self._copying.pop(name)
+            if request.status in HAVE_KV:
+                self.note_read(request)
 
     def rows_of(self, output: SchedulerOutput) -> int:
         rows = output.kv_connector_metadata.rows

@@ -143,7 +143,7 @@ class FixedSlotScheduler(ReservingScheduler):
         if not self.waiting:
             return []
         free = self.free_blocks([*self.running, *self.skipped_waiting])
-        reading = {request.cache_salt for request in self.skipped_waiting if self._is_read(request)}
+        reading = {request.cache_salt for request in self.being_read()}
         found = dict[str | None, tuple[bool, int]]()
         chosen: list[Request] = []
         blocks = 0
@@ -194,20 +194,27 @@ class FixedSlotScheduler(ReservingScheduler):
         num_held = sum(block.ref_cnt > 0 for block in found)
         return num_held * self.block_size == shared, num_held
 
-    def _is_read(self, request: Request) -> bool:
-        """Return whether the read of a request's KV is under way."""
-        is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return is_loading and request.request_id not in self.finished_recving_kv_req_ids
+    def being_read(self) -> Iterator[Request]:
+        """Yield the samples whose KV is being read."""
+        for request in self.skipped_waiting:
+            is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if is_loading and request.request_id not in self.finished_recving_kv_req_ids:
+                yield request
 
     def _update_from_kv_xfer_finished(self, kv_connector_output: KVConnectorOutput) -> None:
-        """Let the blocks of a read be found at once, not when its sample has a slot. A request whose read failed or was
-        refused has ended by now (vLLM's `update_from_output`)."""
+        """Take note of the reads that have ended, also of those whose samples have no slot yet. A request whose read
+        failed or was refused has ended by now (vLLM's `update_from_output`)."""
         super()._update_from_kv_xfer_finished(kv_connector_output)
         for name in kv_connector_output.finished_recving or ():
             request = self.requests.get(name)
             if request is not None and not request.is_finished():
-                self._let_find(request, self.shared_tokens(request))
-                self._read.append(request)
+                self.note_read(request)
+
+    def note_read(self, request: Request) -> None:
+        """Let a sample's blocks be found from now on, and tell that its KV has been read."""
+        if not request.is_finished():
+            self._let_find(request, self.shared_tokens(request))
+        self._read.append(request)
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
         """Let a request run whose KV has arrived, if a slot is free. vLLM asks in the order of arrival, and otherwise

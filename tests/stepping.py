@@ -205,12 +205,15 @@ class _Engine:
             for name, tokens in output.num_scheduled_tokens.items()
         }
         loads = getattr(output.kv_connector_metadata, "reqs_to_recv", {})
-        read = {block for meta in loads.values() for block in itertools.chain(*meta.local_block_ids)}
+        into = {name: set(itertools.chain(*meta.local_block_ids)) for name, meta in loads.items()}
+        read = set[int]().union(*into.values())
+        # The runner zeroes blocks before the worker copies, and while a peer's KV may be on its way.
+        copied = {block for name in into if self.record.requests[int(name)].own for block in into[name]}
         zeroed = set(output.new_block_ids_to_zero or ())
         given_to, kept = self._given()
         given = set[int]().union(*given_to.values())
         found = self._found(output, given_to)
-        wrong = self._compute(rows, read, zeroed)
+        wrong = self._compute(rows, read, zeroed, loads)
         return Step(
             rows=rows,
             loads=tuple(int(name) for name, meta in loads.items() if meta.local_block_ids),
@@ -219,7 +222,7 @@ class _Engine:
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             owed=sum(self._owed(request) for request in self._admitted()),
             stale=len(given - zeroed - read - found),
-            wiped=len(zeroed & (kept | read)),
+            wiped=len(zeroed & (kept | (read - copied))),
             wrong=wrong,
             read_blocks=len(read),
             prompt_blocks=self._prompt_blocks() if self._is_colocated else 0,
@@ -238,13 +241,17 @@ class _Engine:
         of_samples = (blocks for name, blocks in given.items() if self._is_sample(int(name)))
         return found | {block for block in itertools.chain(*of_samples) if pool.blocks[block].block_hash is not None}
 
-    def _compute(self, rows: dict[int, Row], read: set[int], zeroed: set[int]) -> int:
-        """Do to the blocks what a step does. Return how many blocks, from which its rows read, are not the prompt's."""
+    def _compute(self, rows: dict[int, Row], read: set[int], zeroed: set[int], loads: dict[str, Any]) -> int:
+        """Do to the blocks what a step does. Return how many blocks, from which its rows read, are not the prompt's.
+
+        A row whose own copy is refused computes nothing that anybody gets."""
         if not any(map(self._is_sample, range(len(self.record.requests)))):
             return 0
         self._content.update(dict.fromkeys(zeroed, ("zeros",)))
         self._content.update(dict.fromkeys(read, ("on its way",)))
-        for name, blocks in self.worker.arrived:
+        own = [(name, meta.local_block_ids[0]) for name, meta in loads.items() if meta.local_block_ids]
+        own = [(name, blocks) for name, blocks in own if self.record.requests[int(name)].own]
+        for name, blocks in (*self.worker.arrived, *own):
             arrival = self.record.requests[int(name)]
             whole = -(-arrival.prompt // BLOCK_SIZE)
             content = ("garbage",) if arrival.fails else (arrival.prompt, arrival.group)
@@ -255,7 +262,7 @@ class _Engine:
         for number, row in rows.items():
             arrival = self.record.requests[number]
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(str(number))
-            if self._is_sample(number):
+            if self._is_sample(number) and not (arrival.own and arrival.fails):
                 for i, block in enumerate(blocks[: (arrival.prompt - 1) // BLOCK_SIZE]):
                     wrong += self._content.get(block) != (arrival.prompt, arrival.group, i)
             written = blocks[row.start // BLOCK_SIZE : (row.start + row.tokens - 1) // BLOCK_SIZE + 1]
@@ -361,7 +368,8 @@ class _PullWorker(_Worker):
         for name, read in meta.reqs_to_recv.items():
             if read.local_block_ids:  # Otherwise an abort before the start: the other side is told, nothing is read.
                 (blocks,) = read.local_block_ids
-                self._reading[name] = (self._arrival(name).transfer_steps, blocks)
+                arrival = self._arrival(name)
+                self._reading[name] = (0 if arrival.own else arrival.transfer_steps, blocks)
         self._in_batch |= meta.reqs_in_batch
         for name in meta.reqs_not_processed:
             self._in_batch.discard(name)
@@ -377,7 +385,7 @@ class _PullWorker(_Worker):
         self._in_batch -= sent
         self._reading = {k: (steps - 1, blocks) for k, (steps, blocks) in self._reading.items() if k not in read}
         self._held = {k: steps - 1 for k, steps in self._held.items() if k not in sent}
-        self.arrived += read.items()
+        self.arrived += [(name, blocks) for name, blocks in read.items() if not self._arrival(name).own]
         failed = [blocks for name, blocks in read.items() if self._arrival(name).fails]
         return KVConnectorOutput(
             finished_sending=sent, finished_recving=set(read), invalid_block_ids=set(itertools.chain(*failed))
@@ -445,7 +453,7 @@ def _transfer_params(name: str, arrival: Arrive, transfer: Any, *, is_sample: bo
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "remote_engine_id": "peer",
+        "remote_engine_id": transfer.engine_id if arrival.own else "peer",
         "remote_request_id": f"prefill-{name}",
         "remote_block_ids": [list(range(-(-arrival.prompt // BLOCK_SIZE)))],
         "remote_host": "127.0.0.1",

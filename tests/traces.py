@@ -40,6 +40,9 @@ class Arrive:
     """What it may make use of (`corun.node.kv.handle.FREEDOMS_PARAM`)."""
     reads: bool = False
     """Colocated: whether it is a sample, which reads its prompt's KV, and not a prompt."""
+    own: bool = False
+    """Colocated: whether the sample's prompt is one of this engine's own, whose KV is copied in the step that orders
+    it."""
     group: int = 0
     """The number of the samples of one prompt that share its blocks; 0: it shares none. All have the same `prompt`."""
     mask_s: float = 0.0
@@ -220,8 +223,11 @@ def _samples() -> st.SearchStrategy[Arrive]:
     """Samples for a colocated node."""
     prompts = {1: 17, 2: 48, 3: 97}
 
-    def sample(prompt: int, group: int, **others: Any) -> Arrive:
-        return Arrive(prompts.get(group, prompt), reads=True, group=group, **others)
+    def sample(prompt: int, group: int, own: bool, fails: bool, **others: Any) -> Arrive:
+        length = prompts.get(group, prompt)
+        # Of a prompt whose last block holds one token a sample may find all that it needs, and then no copy can fail.
+        fails = fails and not (own and length % BLOCK_SIZE == 1)
+        return Arrive(length, reads=True, group=group, own=own, fails=fails, **others)
 
     return st.builds(
         sample,
@@ -230,6 +236,7 @@ def _samples() -> st.SearchStrategy[Arrive]:
         max_tokens=st.integers(1, LONGEST_OUTPUT),
         stops_after=st.integers(ENDLESS, 6),
         transfer_steps=st.integers(0, 6),
+        own=st.booleans(),
         fails=st.sampled_from([False, False, False, True]),
     )
 

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from corun.node.kv import own_kv
 from corun.node.kv.digest import KvDigest, region_words
-from corun.node.kv.handle import OWNERS_PARAM, STAMPS_PARAM, TARGETS_PARAM, names_in
+from corun.node.kv.handle import AT_ONCE_PARAM, OWNERS_PARAM, STAMPS_PARAM, TARGETS_PARAM, names_in
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import (
@@ -117,6 +117,17 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
 
     # The scheduler's half.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens' KV a request gets from elsewhere, and whether it has to wait for it.
+
+        What is copied at once serves the sample's first row in the same step. That row computes the prompt's last
+        position itself, as it does with KV that was read before.
+        """
+        if (request.kv_transfer_params or {}).get(AT_ONCE_PARAM):
+            return request.num_prompt_tokens - 1 - num_computed_tokens, False
+        found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._prefills.begin(request)

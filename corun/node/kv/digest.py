@@ -67,7 +67,8 @@ def region_words(memory: torch.Tensor, address: int, block_bytes: int, num_block
 
 
 def copy_blocks(regions: Sequence[torch.Tensor], source: Sequence[int], target: Sequence[int]) -> None:
-    """Copy blocks inside each region, on the device's current stream. No block may be in both lists."""
+    """Copy blocks inside each region, on the device's current stream. The targets must differ. What is copied from a
+    block that is a target, too, is not defined."""
     device = regions[0].device
     pairs = torch.tensor([list(source), list(target)], dtype=torch.int64, pin_memory=device.type == "cuda")
     pairs = pairs.to(device, non_blocking=True)  # A copy from unpinned memory would wait for the steps in flight.

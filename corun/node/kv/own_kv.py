@@ -20,14 +20,23 @@ from corun.node.kv.stamps import Claim, Rows, StampTable, Verdict, compare
 def copy(
     claims: Sequence[Claim], regions: Sequence[Any], table: StampTable, digests: Callable[[Sequence[int]], Rows]
 ) -> list[Verdict]:
-    """Copy prompts' blocks to their samples', in all regions (`corun.node.kv.digest`), and check them."""
+    """Copy prompts' blocks to their samples', in all regions (`corun.node.kv.digest`), and check them.
+
+    All are copied by the same launches: there are two for each layer, so with one sample after the other a step that
+    begins dozens of them would wait for the launches.
+    """
     found: list[tuple[Claim, Rows | str]] = []
+    theirs: list[int] = []
+    ours: list[int] = []
     for claim in claims:
         if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(table.rows):
             found.append((claim, f"blocks {claim.theirs} were offered for {claim.ours}"))
         else:
-            copy_blocks(regions, claim.theirs, claim.ours)
+            theirs.extend(claim.theirs)
+            ours.extend(claim.ours)
             found.append((claim, table.rows[list(claim.theirs)]))
+    if ours:
+        copy_blocks(regions, theirs, ours)
     return compare(found, digests)
 
 
