@@ -20,10 +20,14 @@ from prefill_node.engine import MAX_SEQUENCES, VllmPrefillEngine, prefill_bucket
 
 
 def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
-    """Pin the environment, then return the engine's `AsyncEngineArgs`."""
+    """Pin the environment, then return the engine's `AsyncEngineArgs`.
+
+    Raises InvalidArgumentError for a setting that this platform cannot keep.
+    """
     base.prepare(config, NodeRole.DECODE, endpoint)
     from vllm import AsyncEngineArgs
 
+    base.check_split(config.decode_split)
     # As a prefill and a decode node (`base.STEP_TOKENS`); rows take a part of it.
     tokens = max(base.STEP_TOKENS, config.chunk_size + config.slots)
     buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
@@ -39,7 +43,7 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
     if base.on_gpu():
         sizes = sorted({*buckets, *smaller_than(config.slots), config.slots})
         made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
-        made.attention_config = base.gpu_attention(made)
+        made.attention_config = base.gpu_attention(made, config.decode_split)
     return made
 
 

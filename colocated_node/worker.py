@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from colocated_node.certify import MixedCertification, ScoreCertification
 from colocated_node.shares import BUCKETS, SLOTS
+from corun.node.vllm import attention, pin
 from corun.node.vllm.selftest import Stepper, Trace
 from corun.types import Freedom
 from decode_node.slots import smaller_than
@@ -67,6 +68,9 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         """Run a step: one of the scheduler, of a self-test, or of vLLM's own warm-up, which says nothing of prompts."""
         meta = scheduler_output.kv_connector_metadata
         self.holds_prompts = meta is not None and meta.rows is not None
+        if self.piece:  # Prompts are never cut.
+            most = pin.SPLITS["none" if self.holds_prompts else "own-length"]
+            attention.limit(attention.builders_of(self.model_runner), most)
         return super().execute_model(scheduler_output)
 
     def certify(self) -> str:
@@ -119,6 +123,11 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
             captured = {graph.num_tokens for graph in self.model_runner.cudagraph_manager.graphs}
             sizes = captured.intersection((*smaller_than(self.slots), self.slots))
             seen["graph"] = f"FULL_DECODE_ONLY {sorted(sizes)}"
+        if self.piece:
+            builders = attention.builders_of(self.model_runner)
+            attention.limit(builders, pin.SPLITS["none"])
+            seen[pin.PROMPT_SPLITS] = attention.policy(builders)
+            attention.limit(builders, pin.SPLITS["own-length"])
         return seen
 
 

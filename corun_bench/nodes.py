@@ -26,7 +26,7 @@ from corun.models import tiny
 from corun.rpc.ports import reserve
 from corun.types import NodeState, NodeStatus
 from corun_bench.children import Processes
-from corun_bench.systems import GPU_MEMORY
+from corun_bench.systems import GPU_MEMORY, DecodeSplit
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
@@ -77,7 +77,7 @@ class Topology:
     """Threads of each engine on a CPU; 0: all cores."""
     freedoms: Literal["all", "none", "rows", "packed", "chunks", "cached", "mixed"] = "all"
     """Which other ways to compute the same bits the nodes may use, each where they have a certificate for it."""
-    decode_split: Literal["none", "own-length"] = "none"
+    decode_split: DecodeSplit = "none"
     """How decode nodes cut a row's KV; not for CPUs."""
     start_timeout_s: float = 400.0
     """The time limit for the start of all nodes together, in seconds."""

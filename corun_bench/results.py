@@ -30,7 +30,10 @@ from corun.errors import InvalidArgumentError, Shown
 SCHEMA = "corun-bench-1"
 KERNELS_SCHEMA = "corun-bench-kernels-1"
 STD = "std"
-ORDER = ("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder", "pd-std", "cluster")
+ORDER = (
+    *("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder"),
+    *("pd-std", "cluster", "cluster+own-length"),
+)
 """Kinds of systems in the order in which they are shown; other systems follow in the order of the files."""
 PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared", "cluster:colocated")
 """The placements of the kind that has several, in the order in which they are shown; other placements follow."""

@@ -21,7 +21,7 @@ from corun_bench.client import ClusterTarget, OpenAiTarget
 from corun_bench.driver import Target
 from corun_bench.engines import Engine, IndependentEngines, PlainProxy
 from corun_bench.nodes import Nodes, Topology
-from corun_bench.systems import PAIRED, Machine, System
+from corun_bench.systems import CLUSTERS, PAIRED, Machine, System
 
 START_TIMEOUT_S = 600.0
 READS_KNOWN_S = 8.0
@@ -104,7 +104,7 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Runn
     logs: a directory, for a file per process.
     Raises UnavailableError or DeadlineError if it does not start; the message ends with a log.
     """
-    start = _cluster if system.kind == "cluster" else _engines
+    start = _cluster if system.kind in CLUSTERS else _engines
     async with start(system, machine, logs) as found:
         yield found
 
@@ -166,6 +166,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         slots=system.slots_on(machine),
         chunk_size=machine.chunk_size,
         max_model_len=machine.max_model_len,
+        decode_split=CLUSTERS[system.kind],
         threads=0 if on_gpu else max(1, len(machine.cores) // 2),
         start_timeout_s=START_TIMEOUT_S,
     )

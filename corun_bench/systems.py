@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from corun.errors import InvalidArgumentError
 
@@ -20,13 +20,22 @@ KINDS = {
     "colocated+ladder": "colocated, with smaller decode steps where they were found to give the same bits (ablation)",
     "pd-std": "stock vLLM, prefill and decode apart over NIXL, behind a plain proxy",
     "cluster": "this project: prefill nodes, decode nodes, colocated nodes or a mix of them, and a router",
+    "cluster+own-length": "cluster, with rows that attention cuts by their own length (decode_split)",
     "std+nosplit": "std without split-KV in decode attention (ablation)",
     "std+isolated": "std+nosplit with isolated prefill (ablation)",
 }
 LADDER = "colocated+ladder"
+NEEDS_GPU = {
+    "bi": "vLLM has no batch-invariant mode on a CPU",
+    "cluster+own-length": "attention cuts no row on a CPU",
+}
+"""The kinds that do not run on a CPU, each with the reason."""
 TEMPERATURE = 0.6
 """The sampling temperature of every request to every system; the paper's determinism test uses it too."""
-PAIRED = ("pd-std", "cluster")
+DecodeSplit = Literal["none", "own-length"]
+CLUSTERS: dict[str, DecodeSplit] = {"cluster": "none", "cluster+own-length": "own-length"}
+"""The kinds that are a cluster of this project, each with the `decode_split` of its nodes."""
+PAIRED = ("pd-std", *CLUSTERS)
 """The kinds whose prefill and decode run in separate processes."""
 SHARED = "shared"
 """The placement with a prefill and a decode process on every GPU."""
@@ -126,7 +135,7 @@ class System:
         if placement and (kind not in PAIRED or not (found or placement in (SHARED, COLOCATED))):
             limit = f"must be shared or XpYd, as in cluster:2p1d, and only {' and '.join(PAIRED)} have one"
             raise InvalidArgumentError("systems", name, limit)
-        if kind != "cluster" and (placement == COLOCATED or (found and found[3])):
+        if kind not in CLUSTERS and (placement == COLOCATED or (found and found[3])):
             limit = "must be without colocated nodes: only cluster has them, as in cluster:colocated or cluster:1p1d1c"
             raise InvalidArgumentError("systems", name, limit)
         if slots and not slots.isdecimal():
@@ -147,8 +156,8 @@ class System:
 
         Raises InvalidArgumentError if the machine has too few places, or if nobody would prefill or decode.
         """
-        if self.kind == "bi" and not machine.gpus:
-            raise InvalidArgumentError("systems", self.name, "needs a GPU: vLLM has no batch-invariant mode on a CPU")
+        if reason := NEEDS_GPU.get(self.kind, "") if not machine.gpus else "":
+            raise InvalidArgumentError("systems", self.name, f"needs a GPU: {reason}")
         devices = machine.num_devices
         everywhere = tuple(range(devices))
         if self.kind not in PAIRED or self.placement == SHARED:

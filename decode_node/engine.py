@@ -57,8 +57,7 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
     base.prepare(config, NodeRole.DECODE, endpoint)
     from vllm import AsyncEngineArgs
 
-    if config.decode_split != "none" and not base.on_gpu():
-        raise InvalidArgumentError("decode_split", config.decode_split, "must be none on a CPU")
+    base.check_split(config.decode_split)
     made = AsyncEngineArgs(
         **base.shared_arguments(config, [NodeRole.DECODE], endpoint, longest_wait_s=config.prefill_first_ms / 1000),
         scheduler_cls="decode_node.scheduler.FixedSlotScheduler",

@@ -497,13 +497,7 @@ class ColocatedConfig(PrefillConfig, DecodeConfig):
 
     mixed_steps: bool = True
     """Decode rows ride in prefill steps, where the node's certificate says that this moves no bit; otherwise the two
-    kinds of steps take turns."""
-
-    def check_together(self) -> None:
-        NodeConfig.check_together(self)
-        if self.decode_split != "none":
-            limit = "must be none: prefill cuts no KV, and both are steps of one engine"
-            raise InvalidArgumentError("decode_split", self.decode_split, limit)
+    kinds of steps take turns, as they do with decode_split = own-length."""
 
 
 def is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ from corun.errors import InvalidArgumentError
 from corun.types import Freedom, FreedomStatus, NodeRole
 
 SELF_TEST_FAILED = "the self-test failed"
+CUT_APART = "rows are cut by own-length, and prompts are not: each kind has steps of its own"
 SWITCHES = {
     NodeRole.PREFILL: {
         Freedom.PACKED: "packed_prefill",
@@ -30,6 +31,8 @@ SWITCHES = {
 }
 """The freedoms of each role, each with the setting that switches it off. A node without the setting has not got it.
 Both that need rows and prompts in one engine have one setting."""
+ONE_CUT = (Freedom.MIXED, Freedom.SCORES)
+"""The freedoms of nodes whose attention cuts rows as it cuts prompts, which is not at all."""
 VOID = "the certificate is void: sums in another order gave the same bits, so this test would notice nothing"
 
 
@@ -38,12 +41,16 @@ def untested(config: NodeConfig, role: NodeRole, finding: str) -> dict[Freedom, 
 
     finding: what the self-test found; empty: the node passed.
     """
-    failed = SELF_TEST_FAILED if finding else ""
-    return {
-        freedom: failed if getattr(config, setting) else f"switched off by --no-{setting.replace('_', '-')}"
-        for freedom, setting in SWITCHES[role].items()
-        if hasattr(config, setting)
-    }
+
+    def reason(freedom: Freedom, setting: str) -> str:
+        if not getattr(config, setting):
+            return f"switched off by --no-{setting.replace('_', '-')}"
+        if freedom in ONE_CUT and getattr(config, "decode_split", "none") != "none":
+            return CUT_APART
+        return SELF_TEST_FAILED if finding else ""
+
+    known = SWITCHES[role].items()
+    return {freedom: reason(freedom, setting) for freedom, setting in known if hasattr(config, setting)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

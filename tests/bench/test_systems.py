@@ -33,11 +33,18 @@ def test_all_kinds_have_a_name_and_a_meaning() -> None:
         ("cluster:2p1d", "must leave a GPU to each engine; there are 2 places"),
         ("pd-std:2p2d", "must leave a GPU to each engine; there are 2 places"),
         ("cluster:1p1d1c", "must leave a GPU to each engine; there are 2 places"),
+        ("cluster+own-length:0p1d", "must have a node for prefill and one for decode"),
     ],
 )
 def test_systems_that_are_none_or_have_no_room_are_refused(name: str, limit: str) -> None:
     with pytest.raises(InvalidArgumentError, match=limit):
         parse_systems([name])[0].places(TWO)
+
+
+@pytest.mark.parametrize("name", ["bi", "cluster+own-length:colocated"])
+def test_systems_that_need_a_gpu_say_so(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="needs a GPU: "):
+        System.parse(name).places(CPU)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,7 @@ def test_systems_that_are_none_or_have_no_room_are_refused(name: str, limit: str
         ("cluster:colocated", TWO, ((), (), (0, 1))),
         ("cluster:0p0d1c", ONE, ((), (), (0,))),
         ("cluster:1p1d1c", FOUR, ((0,), (1,), (2,))),
+        ("cluster+own-length:colocated", TWO, ((), (), (0, 1))),
         ("cluster:1p0d2c:512", FOUR, ((0,), (), (1, 2))),
     ],
 )

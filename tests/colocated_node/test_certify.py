@@ -265,7 +265,7 @@ def test_steps_are_of_the_kind_that_the_scheduler_says(worker: Any, monkeypatch:
     warm-up says nothing."""
     connector = load("corun.node.kv.connector")
     ran: list[tuple[bool, int]] = []
-    worker.sizes = [4, SLOTS]
+    worker.sizes, worker.piece = [4, SLOTS], 0
     base = SimpleNamespace(execute_model=lambda output: None, rows_of=lambda live: 4 if live <= 4 else SLOTS)
     monkeypatch.setattr(worker.module, "super", lambda: base, raising=False)
     steps = [connector.CorunNixlConnector.nothing_to_do(rows) for rows in (None, 0, 2, None, 2)]
@@ -274,6 +274,20 @@ def test_steps_are_of_the_kind_that_the_scheduler_says(worker: Any, monkeypatch:
         ran.append((worker.holds_prompts, worker.rows_of(3)))
     rows, prompts = (False, 4), (True, 3)
     assert ran == [rows, prompts, prompts, rows, prompts, rows, rows]
+
+
+def test_attention_cuts_rows_in_their_own_steps_only(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = load("corun.node.kv.connector")
+    builder = SimpleNamespace(max_num_splits=16)
+    worker.model_runner = SimpleNamespace(attn_groups=[[SimpleNamespace(metadata_builders=[builder])]])
+    worker.piece = 2048
+    limits: list[int] = []
+    base = SimpleNamespace(execute_model=lambda output: limits.append(builder.max_num_splits))
+    monkeypatch.setattr(worker.module, "super", lambda: base, raising=False)
+    for rows in (None, 0, None, 2, None):
+        meta = connector.CorunNixlConnector.nothing_to_do(rows)
+        worker.execute_model(SimpleNamespace(kv_connector_metadata=meta))
+    assert limits == [16, 1, 16, 1, 16]
 
 
 class Graphs:

@@ -199,11 +199,28 @@ def test_a_decode_engine_of_vllm_goes_by_the_batch(make: Any, attention: Any) ->
     assert "at most 16 splits by the batch" in attention.policy([make(seqs=1, tokens=1, most=16)])
 
 
-def test_prompts_beside_own_lengths_are_not_taken_for_fixed(make: Any, attention: Any) -> None:
-    """An engine that computes prompts, too, must say which rows are theirs; nothing does yet."""
+def test_a_colocated_node_cuts_rows_by_their_own_length_and_prompts_never(make: Any, attention: Any) -> None:
+    """Each kind has steps of its own, and the limit is set before each. The cut of rows comes back unchanged."""
     builder = make(tokens=4096, most=16)
+    builder.vllm_config.kv_transfer_config = SimpleNamespace(kv_role="kv_both")
     assert attention.fix([builder], 16) == ""
-    assert attention.policy([builder]) not in (NONE, OWN)
+    batch = attention._batch(builder.device, [1, 1, 1], [5000, 1, 2049])
+    for most, expected in ((16, OWN), (1, NONE), (16, OWN)):
+        attention.limit([builder], most)
+        assert attention.policy([builder]) == expected
+        rows = attention._rows(builder.build(0, batch))
+        assert rows.max_num_splits == most
+        if most > 1:
+            assert attention._counts(rows).tolist() == [3, 1, 2]
+
+
+def test_prompts_in_steps_that_cut_rows_are_noticed(make: Any, attention: Any) -> None:
+    """The control: were the limit of rows also that of prompts, they would be cut by the batch."""
+    builder = make(tokens=4096, most=16)
+    builder.vllm_config.kv_transfer_config = SimpleNamespace(kv_role="kv_both")
+    assert attention.fix([builder], 16) == ""
+    found = attention._policy_of(builder, [4096], [4096])
+    assert found == (NONE if "mla" in type(builder).__module__ else "at most 16 splits by the batch")
 
 
 def test_a_limit_that_is_not_ours_is_left_to_vllm(make: Any, attention: Any) -> None:

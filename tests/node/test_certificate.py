@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.contract import DecodeContract, ModelContract, PrefillContract
 from corun.errors import InvalidArgumentError
-from corun.node.certificate import SELF_TEST_FAILED, Certificate, untested
+from corun.node.certificate import CUT_APART, SELF_TEST_FAILED, Certificate, untested
 from corun.types import Freedom, FreedomStatus, NodeRole
 from decode_node import engine as decode
 
@@ -98,6 +98,17 @@ def test_settings_switch_freedoms_off_and_a_node_that_failed_its_self_test_tests
     config = (PrefillConfig if role == "prefill" else DecodeConfig)(model="m", **settings)
     assert untested(config, NodeRole(role), "") == dict(zip(names, passed, strict=True))
     assert untested(config, NodeRole(role), "a difference") == dict(zip(names, failed, strict=True))
+
+
+@pytest.mark.parametrize("split", ["none", "own-length"])
+def test_rows_that_are_cut_ride_in_no_step_of_prompts(split: str) -> None:
+    config = ColocatedConfig(model="m", decode_split=split)
+    expected = "" if split == "none" else CUT_APART
+    apart = dict.fromkeys((Freedom.MIXED, Freedom.SCORES), expected)
+    assert untested(config, NodeRole.PREFILL, "") == {Freedom.PACKED: "", Freedom.CHUNKS: "", **apart}
+    assert untested(config, NodeRole.DECODE, "") == {Freedom.ROWS: ""}
+    off = untested(dataclasses.replace(config, mixed_steps=False), NodeRole.PREFILL, "")
+    assert off[Freedom.MIXED] == "switched off by --no-mixed-steps"
 
 
 class Llm:

@@ -76,6 +76,12 @@ def fix(builders: Sequence[Any], most: int) -> str:
     return ""
 
 
+def limit(builders: Sequence[Any], most: int) -> None:
+    """Set the most splits of the next steps, in an engine whose steps of prompts cut nothing and whose others do."""
+    for builder in builders:
+        builder.max_num_splits = most
+
+
 def _missing(builder: Any) -> str:
     """Return the first attribute that a builder lacks; empty if it has all of them."""
     for name in ATTRIBUTES:
@@ -100,12 +106,13 @@ def _limit(builder: Any, most: int) -> None:
 
 
 def _cut_by_own_length(builder: Any) -> None:
-    """Write each row's number of splits into the schedule of every batch, on the stream, before anything reads it."""
+    """Write each row's number of splits into the schedule of every batch, on the stream, before anything reads it. With
+    a limit of one split there are no such numbers."""
     build = builder.build
 
     def build_and_cut(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
-        if (rows := _rows(metadata)) is not None:
+        if builder.max_num_splits > 1 and (rows := _rows(metadata)) is not None:
             _counts(rows).copy_(own_length(rows.seq_lens))
         return metadata
 
@@ -159,8 +166,9 @@ def _other_layout(builder: Any, most: int) -> str:
 def policy(builders: Sequence[Any]) -> str:
     """Return in the contract's words how builders cut rows now: each builds the metadata of known batches.
 
-    The batches are single decode rows, as many as there can be, and the longest chunk of a prompt. What is not
-    equal for all of them, or has no words in the contract, is said as it is.
+    The batches are single decode rows, as many as there can be, and the longest chunk of a prompt, if the engine may
+    have one under the limit that is set now (`limit`). What is not equal for all of them, or has no words in the
+    contract, is said as it is.
     """
     found = {_policy_of(builder, *batch) for builder in builders for batch in _probes(builder)}
     found |= {"MLA's prompts by the batch" for builder in builders if not _cuts_no_prompts(builder)}
@@ -171,8 +179,8 @@ def _probes(builder: Any) -> list[tuple[list[int], list[int]]]:
     """Return batches as (query tokens, tokens that are read) of each row."""
     scheduler, transfer = builder.vllm_config.scheduler_config, builder.vllm_config.kv_transfer_config
     largest, longest = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    if transfer is not None and transfer.kv_role == "kv_consumer":
-        longest = 0  # A decode engine computes no prompts.
+    if transfer is not None and (transfer.kv_role == "kv_consumer" or builder.max_num_splits != pin.SPLITS["none"]):
+        longest = 0  # A decode engine computes no prompts, and a colocated node none while rows are cut.
     mixed = [EDGES[index % len(EDGES)] for index in range(largest)]
     batches = [*(([1], [length]) for length in EDGES), ([1] * largest, mixed)]
     return batches + ([([longest], [longest])] if longest > largest else [])

@@ -78,7 +78,7 @@ def prefill_contract(
         runner=seen["runner"],
         chunk_size=chunk_size,
         buckets=buckets,
-        split_policy=seen["split_policy"],
+        split_policy=seen.get(pin.PROMPT_SPLITS, seen["split_policy"]),
         multiprocessors=seen["multiprocessors"],
         traced_tokens=seen["traced_tokens"],
         scorer=seen["scorer"],

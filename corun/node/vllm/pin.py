@@ -85,6 +85,8 @@ SPLIT_POLICY = {
     SPLITS["own-length"]: f"own-length {PIECE_TOKENS} max {SPLITS['own-length']}",
 }
 """How attention cuts KV on a GPU, in the contract's words, by the most pieces (corun/node/vllm/attention.py)."""
+PROMPT_SPLITS = "prompt_split_policy"
+"""The key, in what a colocated node's worker observes, of how attention cuts KV in steps of prompts."""
 
 # These settings change no bits. vLLM keeps the caller's request ids, so that a KV handle names the prefill that the
 # router asked for.

@@ -19,7 +19,7 @@ from typing import Any
 from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node import scratch
 from corun.node.certificate import Certificate
 from corun.node.vllm import pin
@@ -172,6 +172,12 @@ def gpu_attention(arguments: Any, split: str = "none") -> Any:
     uses_mla = arguments.create_model_config().use_mla
     backend = "FLASH_ATTN_MLA" if uses_mla else "FLASH_ATTN"
     return AttentionConfig(backend=backend, flash_attn_max_num_splits_for_cuda_graph=pin.SPLITS[split])
+
+
+def check_split(split: str) -> None:
+    """Raise InvalidArgumentError if this platform cannot cut rows so. split: a value of `decode_split`."""
+    if split != "none" and not on_gpu():
+        raise InvalidArgumentError("decode_split", split, "must be none on a CPU")
 
 
 def gpu_graphs(mode: str, sizes: Sequence[int]) -> Any:
@@ -393,6 +399,7 @@ def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
             True,
         ),
         "attention's split-KV": (seen["split_policy"], _split_policy(config, platform)),
+        "attention's split-KV of prompts": (seen.get(pin.PROMPT_SPLITS, pin.SPLIT_POLICY[1]), pin.SPLIT_POLICY[1]),
     }
     if platform != "cpu":
         inductor = config.compilation_config.inductor_compile_config
