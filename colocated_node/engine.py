@@ -28,8 +28,8 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
     from vllm import AsyncEngineArgs
 
     base.check_split(config.decode_split)
-    # As a prefill and a decode node (`base.STEP_TOKENS`); rows take a part of it.
-    tokens = max(base.STEP_TOKENS, config.chunk_size + config.slots)
+    # Rows take a part of it.
+    tokens = max(base.MOST_TOKENS if base.on_gpu() else base.STEP_TOKENS, config.chunk_size + config.slots)
     buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
     shares = {SLOTS: config.slots, BUCKETS: list(buckets)}
     made = AsyncEngineArgs(
@@ -67,7 +67,7 @@ class ColocatedEngine:
         prompts = prompt_blocks(facts.kv_blocks, facts.block_size, facts.max_model_len)
         prefill = await VllmPrefillEngine.of(
             llm,
-            replace(facts, kv_blocks=prompts),
+            replace(facts, kv_blocks=prompts, step_tokens=facts.step_tokens - config.slots),
             prefill_contract(model, seen, config.chunk_size, buckets),
             prefill_ref,
             endpoint,

@@ -196,6 +196,8 @@ class NodeInfo:
     engine_id: str = ""
     """The id of the node's engine. A prefill and a decode node with the same one are the two sides of one colocated
     node: a sample's KV stays in place between them, and they end together. Empty: the node's version does not say."""
+    step_tokens: int = 0
+    """The most prompt tokens of a prefill node's step. 0 for a decode node, or if the node's version does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,16 +29,16 @@ from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
 from corun_bench.driver import Outcome, Request, Run, Workload
 from router.placement import (
-    PACKED_TOKENS_IN_FLIGHT,
     PREFILLS_IN_FLIGHT,
+    STEPS_IN_FLIGHT,
     DecodeRoom,
     Need,
     PrefillRoom,
     choose_pair,
 )
 
-STEP_TOKENS = 4096
-"""The most prompt tokens of a step, as in `prefill_node.engine`."""
+STEP_TOKENS = {"prefill": 4096, "decode": 0, "colocated": 8192}
+"""The most prompt tokens of a step of an engine of each kind, as in `corun.node.vllm.start`."""
 BLOCK_SIZE = 16
 """The tokens of a KV block, as in vLLM on a GPU."""
 _KINDS = {"p": "prefill", "d": "decode", "c": "colocated"}
@@ -174,16 +174,16 @@ class Engine:
             entered.append(sample)
         if not self.rows and not self.prompts:
             return None
-        room, computed = STEP_TOKENS, []
+        room, computed = self.step_tokens, []
         while self.prompts and room >= min(1, self.prompts[0].tokens_left):
             taken = min(room, self.prompts[0].tokens_left)
             self.prompts[0].tokens_left -= taken
             room -= taken
             if not self.prompts[0].tokens_left:
                 computed.append(self.prompts.popleft())
-        self.prompt_tokens += STEP_TOKENS - room
+        self.prompt_tokens += self.step_tokens - room
         self.output_tokens += self.rows
-        prefill_s = (STEP_TOKENS - room) / self.rates.prefill_tokens_per_s
+        prefill_s = (self.step_tokens - room) / self.rates.prefill_tokens_per_s
         duration_s = prefill_s + (self.rates.step_s(self.rows) if self.rows else 0.0)
         self.decode_steps += bool(self.rows)
         done = []
@@ -191,6 +191,10 @@ class Engine:
             done.append(heapq.heappop(self.ends)[2])
         self.rows -= len(done)
         return _Step(duration_s, computed, entered, done)
+
+    @property
+    def step_tokens(self) -> int:
+        return STEP_TOKENS[self.kind]
 
     def load(self, duration_s: float) -> float:
         """Return the share of its best speed that it worked at: 1 if it computed without a gap and with full slots."""
@@ -274,8 +278,9 @@ class _Cluster:
             node_id = f"{engine.name}-{role}" if engine.kind == "colocated" else engine.name
             self._engine_of[node_id] = engine
             if role == "prefill":
+                most = STEPS_IN_FLIGHT * engine.step_tokens
                 self._prefills[node_id] = PrefillRoom(
-                    max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=PACKED_TOKENS_IN_FLIGHT, engine_id=engine.name
+                    max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=most, engine_id=engine.name
                 )
             else:
                 self._decodes[node_id] = DecodeRoom(

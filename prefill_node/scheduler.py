@@ -26,7 +26,7 @@ from prefill_node.prefix_cache import PrefixCache
 class PrefillScheduler(ReservingScheduler):
     """Runs prompts first come, first served; the stock scheduler makes steps without prompt tokens.
 
-    A step has at most vLLM's `max_num_batched_tokens`, and a prompt gets at most `chunk` tokens of it, vLLM's
+    A step has at most vLLM's `max_num_scheduled_tokens`, and a prompt gets at most `chunk` tokens of it, vLLM's
     `long_prefill_token_threshold`. A prompt without freedoms runs alone, so that its chunks follow from its own length.
     """
 

@@ -166,6 +166,6 @@ def role(config: NodeConfig, ref: NodeRef, engine: Any) -> Role:
         service=service,
         service_name=SERVICE_NAME,
         register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-        info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
+        info=node_info(config, ref, NodeRole.PREFILL, engine, step_tokens=facts.step_tokens, nixl=engine.endpoint),
         metrics=service.metrics,
     )

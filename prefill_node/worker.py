@@ -26,6 +26,7 @@ from corun.node.kv.handle import TARGETS_PARAM
 from corun.node.vllm import blas, structure
 from corun.node.vllm.logprobs import log_probabilities
 from corun.node.vllm.selftest import Stepper
+from corun.node.vllm.start import step_tokens
 from corun.node.vllm.worker import NodeWorker
 from corun.types import Freedom
 from prefill_node.certify import Freedoms, certify
@@ -110,7 +111,7 @@ class PrefillWorker(NodeWorker):
     @property
     def budget(self) -> int:
         """The most prompt tokens of a step."""
-        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        return step_tokens(self.vllm_config.scheduler_config)
 
     @property
     def places(self) -> int:
@@ -165,7 +166,7 @@ class FreedomTest:
             self._versions.append(f"cuBLASLt {heuristic.version}")
             # A decode node's `lm_head` has multiples of 16 rows, and that of scores has `GPU_ROWS`.
             rows = max(-(-scheduler.max_num_seqs // 16) * 16, GPU_ROWS)
-            products = blas.products(worker.model_runner.get_model(), scheduler.max_num_batched_tokens, rows)
+            products = blas.products(worker.model_runner.get_model(), step_tokens(scheduler), rows)
             with self._timed("heuristic"):
                 found = blas.surveyed(heuristic, products)
             self._counts |= {"products": len(products), "algorithms": sum(map(len, found))}

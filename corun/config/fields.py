@@ -463,9 +463,9 @@ class PrefillConfig(NodeConfig):
 
     chunk_size: int = field(default=2048, metadata=CONTRACT | integer(1, 2**20) | {"unit": "tokens"})
     """Most tokens of one prompt in a step; part of the contract."""
-    kv_check_fraction: float = field(default=0.01, metadata=FRACTION)
+    kv_check_fraction: float = field(default=0.001, metadata=FRACTION)
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]. Those that were packed, cut or
-    cached are also computed again, alone, when the node is idle, and compared."""
+    cached are also computed again, alone, when no prompt waits, and compared. Each check takes up to 0.1 s of a GPU."""
     packed_prefill: bool = True
     """Steps have chunks of several prompts, where the node's certificate says that this moves no bit."""
     free_chunks: bool = True

@@ -93,7 +93,14 @@ def side_refs(config: NodeConfig) -> dict[NodeRole, NodeRef]:
 
 
 def node_info(
-    config: NodeConfig, ref: NodeRef, role: NodeRole, engine: Any, *, slots: int = 0, nixl: NixlEndpoint | None = None
+    config: NodeConfig,
+    ref: NodeRef,
+    role: NodeRole,
+    engine: Any,
+    *,
+    slots: int = 0,
+    step_tokens: int = 0,
+    nixl: NixlEndpoint | None = None,
 ) -> Callable[[str], NodeInfo]:
     """Return a function from the server's address to what the node tells routers about itself and its engine."""
     facts = engine.facts
@@ -105,6 +112,7 @@ def node_info(
         slots=slots,
         kv_blocks=facts.kv_blocks,
         block_size=facts.block_size,
+        step_tokens=step_tokens,
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         nixl=nixl,

@@ -123,6 +123,7 @@ class Facts:
 
     kv_blocks: int = KV_BLOCKS
     block_size: int = BLOCK_SIZE
+    step_tokens: int = 4096
     max_model_len: int = MAX_MODEL_LEN
     vocab_size: int = VOCAB_SIZE
     finding: str = ""

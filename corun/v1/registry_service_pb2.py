@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from corun.v1 import types_pb2 as corun_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x63orun/v1/registry_service.proto\x12\x08\x63orun.v1\x1a\x14\x63orun/v1/types.proto\"g\n\x0cNixlEndpoint\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x17\n\x0fstamp_addresses\x18\x05 \x03(\x04\".\n\rFreedomStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07refused\x18\x02 \x01(\t\"\xee\x02\n\x08NodeInfo\x12\x1e\n\x03ref\x18\x01 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.corun.v1.NodeRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x15\n\rcontract_json\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x11\n\tkv_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12$\n\x04nixl\x18\n \x01(\x0b\x32\x16.corun.v1.NixlEndpoint\x12\r\n\x05model\x18\x0b \x01(\t\x12\x0f\n\x07\x66inding\x18\x0c \x01(\t\x12)\n\x08\x66reedoms\x18\r \x03(\x0b\x32\x17.corun.v1.FreedomStatus\x12\x13\n\x0b\x63\x65rtificate\x18\x0e \x01(\t\x12\x11\n\tengine_id\x18\x0f \x01(\t\"\x9f\x02\n\x08NodeLoad\x12\x12\n\nused_slots\x18\x01 \x01(\r\x12\x16\n\x0eused_kv_blocks\x18\x02 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12#\n\x08kv_reads\x18\x07 \x01(\x0b\x32\x11.corun.v1.KvReads\x12\x0e\n\x06leases\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x0c\n\x04rows\x18\n \x01(\x04\x12\x11\n\tused_rows\x18\x0b \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x0c \x01(\x01\x12\x13\n\x0btimed_steps\x18\r \x01(\x04J\x04\x08\x06\x10\x07R\x0cslots_in_use\"v\n\x07KvReads\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x15\n\rshared_tokens\x18\x05 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x04\"3\n\x0fRegisterRequest\x12 \n\x04node\x18\x01 \x01(\x0b\x32\x12.corun.v1.NodeInfo\"Y\n\x10RegisterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\t\"u\n\x10HeartbeatRequest\x12\x1e\n\x03ref\x18\x01 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x12.corun.v1.NodeLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\r\n\x05stuck\x18\x04 \x01(\t\"6\n\x11HeartbeatResponse\x12\x13\n\x0bquarantined\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03R\x06\x64\x65mand*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\x9a\x01\n\x0fRegistryService\x12\x41\n\x08Register\x12\x19.corun.v1.RegisterRequest\x1a\x1a.corun.v1.RegisterResponse\x12\x44\n\tHeartbeat\x12\x1a.corun.v1.HeartbeatRequest\x1a\x1b.corun.v1.HeartbeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x63orun/v1/registry_service.proto\x12\x08\x63orun.v1\x1a\x14\x63orun/v1/types.proto\"g\n\x0cNixlEndpoint\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x17\n\x0fstamp_addresses\x18\x05 \x03(\x04\".\n\rFreedomStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07refused\x18\x02 \x01(\t\"\x83\x03\n\x08NodeInfo\x12\x1e\n\x03ref\x18\x01 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12 \n\x04role\x18\x02 \x01(\x0e\x32\x12.corun.v1.NodeRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x15\n\rcontract_json\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x11\n\tkv_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12$\n\x04nixl\x18\n \x01(\x0b\x32\x16.corun.v1.NixlEndpoint\x12\r\n\x05model\x18\x0b \x01(\t\x12\x0f\n\x07\x66inding\x18\x0c \x01(\t\x12)\n\x08\x66reedoms\x18\r \x03(\x0b\x32\x17.corun.v1.FreedomStatus\x12\x13\n\x0b\x63\x65rtificate\x18\x0e \x01(\t\x12\x11\n\tengine_id\x18\x0f \x01(\t\x12\x13\n\x0bstep_tokens\x18\x10 \x01(\r\"\x9f\x02\n\x08NodeLoad\x12\x12\n\nused_slots\x18\x01 \x01(\r\x12\x16\n\x0eused_kv_blocks\x18\x02 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12#\n\x08kv_reads\x18\x07 \x01(\x0b\x32\x11.corun.v1.KvReads\x12\x0e\n\x06leases\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x0c\n\x04rows\x18\n \x01(\x04\x12\x11\n\tused_rows\x18\x0b \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x0c \x01(\x01\x12\x13\n\x0btimed_steps\x18\r \x01(\x04J\x04\x08\x06\x10\x07R\x0cslots_in_use\"v\n\x07KvReads\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x15\n\rshared_tokens\x18\x05 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x04\"3\n\x0fRegisterRequest\x12 \n\x04node\x18\x01 \x01(\x0b\x32\x12.corun.v1.NodeInfo\"Y\n\x10RegisterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\t\"u\n\x10HeartbeatRequest\x12\x1e\n\x03ref\x18\x01 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x12.corun.v1.NodeLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\r\n\x05stuck\x18\x04 \x01(\t\"6\n\x11HeartbeatResponse\x12\x13\n\x0bquarantined\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03R\x06\x64\x65mand*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\x9a\x01\n\x0fRegistryService\x12\x41\n\x08Register\x12\x19.corun.v1.RegisterRequest\x1a\x1a.corun.v1.RegisterResponse\x12\x44\n\tHeartbeat\x12\x1a.corun.v1.HeartbeatRequest\x1a\x1b.corun.v1.HeartbeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'corun.v1.registry_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEROLE']._serialized_start=1318
-  _globals['_NODEROLE']._serialized_end=1400
+  _globals['_NODEROLE']._serialized_start=1339
+  _globals['_NODEROLE']._serialized_end=1421
   _globals['_NIXLENDPOINT']._serialized_start=67
   _globals['_NIXLENDPOINT']._serialized_end=170
   _globals['_FREEDOMSTATUS']._serialized_start=172
   _globals['_FREEDOMSTATUS']._serialized_end=218
   _globals['_NODEINFO']._serialized_start=221
-  _globals['_NODEINFO']._serialized_end=587
-  _globals['_NODELOAD']._serialized_start=590
-  _globals['_NODELOAD']._serialized_end=877
-  _globals['_KVREADS']._serialized_start=879
-  _globals['_KVREADS']._serialized_end=997
-  _globals['_REGISTERREQUEST']._serialized_start=999
-  _globals['_REGISTERREQUEST']._serialized_end=1050
-  _globals['_REGISTERRESPONSE']._serialized_start=1052
-  _globals['_REGISTERRESPONSE']._serialized_end=1141
-  _globals['_HEARTBEATREQUEST']._serialized_start=1143
-  _globals['_HEARTBEATREQUEST']._serialized_end=1260
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1262
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1316
-  _globals['_REGISTRYSERVICE']._serialized_start=1403
-  _globals['_REGISTRYSERVICE']._serialized_end=1557
+  _globals['_NODEINFO']._serialized_end=608
+  _globals['_NODELOAD']._serialized_start=611
+  _globals['_NODELOAD']._serialized_end=898
+  _globals['_KVREADS']._serialized_start=900
+  _globals['_KVREADS']._serialized_end=1018
+  _globals['_REGISTERREQUEST']._serialized_start=1020
+  _globals['_REGISTERREQUEST']._serialized_end=1071
+  _globals['_REGISTERRESPONSE']._serialized_start=1073
+  _globals['_REGISTERRESPONSE']._serialized_end=1162
+  _globals['_HEARTBEATREQUEST']._serialized_start=1164
+  _globals['_HEARTBEATREQUEST']._serialized_end=1281
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1283
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1337
+  _globals['_REGISTRYSERVICE']._serialized_start=1424
+  _globals['_REGISTRYSERVICE']._serialized_end=1578
 # @@protoc_insertion_point(module_scope)

@@ -40,7 +40,7 @@ class FreedomStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding", "freedoms", "certificate", "engine_id")
+    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding", "freedoms", "certificate", "engine_id", "step_tokens")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class NodeInfo(_message.Message):
     FREEDOMS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ref: _types_pb2.NodeRef
     role: NodeRole
     address: str
@@ -71,7 +72,8 @@ class NodeInfo(_message.Message):
     freedoms: _containers.RepeatedCompositeFieldContainer[FreedomStatus]
     certificate: str
     engine_id: str
-    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ..., freedoms: _Optional[_Iterable[_Union[FreedomStatus, _Mapping]]] = ..., certificate: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
+    step_tokens: int
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ..., freedoms: _Optional[_Iterable[_Union[FreedomStatus, _Mapping]]] = ..., certificate: _Optional[str] = ..., engine_id: _Optional[str] = ..., step_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "kv_reads", "leases", "cached_tokens", "rows", "used_rows", "step_seconds", "timed_steps")

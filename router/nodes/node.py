@@ -16,8 +16,8 @@ from corun.types import GONE_AS_PLANNED, Freedom, FreedomStatus, NodeInfo, NodeL
 from router.nodes.node_client import DecodeClient, NodeClient, PrefillClient
 from router.placement import (
     BEGINNING,
-    PACKED_TOKENS_IN_FLIGHT,
     PREFILLS_IN_FLIGHT,
+    STEPS_IN_FLIGHT,
     DecodeRoom,
     Need,
     PrefillRoom,
@@ -182,7 +182,7 @@ class PrefillNode(Node[PrefillClient]):
     def describe(self, info: NodeInfo) -> None:
         super().describe(info)
         packs, cuts = (FreedomStatus(name=one.value) in info.freedoms for one in (Freedom.PACKED, Freedom.CHUNKS))
-        self.room.max_tokens = PACKED_TOKENS_IN_FLIGHT if packs else 0
+        self.room.max_tokens = STEPS_IN_FLIGHT * info.step_tokens if packs else 0
         # Where prompts may not be cut, the cache has whole chunks only: few prompts begin with equal ones.
         self.room.max_beginnings = info.kv_blocks * info.block_size // BEGINNING if cuts else 0
 

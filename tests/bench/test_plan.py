@@ -118,6 +118,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = [*line.split(), "--handoff-us-per-token", "3.4", "--goodput", "ttft:5000", "-o", str(path)]
     assert cli.main(["bench", "plan", *words]) == 0
     out, err = capsys.readouterr()
-    assert "advised: 1p1c" in out
+    assert "advised: 2c" in out
     assert "4 placements on 2 engines" in err
     assert json.loads(out.splitlines()[-1]) == json.loads(path.read_text())

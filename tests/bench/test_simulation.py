@@ -43,7 +43,7 @@ def times(run: Run) -> list[tuple[float, float]]:
     return [(round(one.arrivals[0][0], 6), round(one.done_s, 6)) for one in run.outcomes]
 
 
-LONG = STEP_TOKENS + 100
+LONG = STEP_TOKENS["colocated"] + 100
 APART = workload((100, 3), (200, 1), at=(0.0, 0.105))
 """The second prompt comes during the first one's first decode step."""
 
@@ -56,7 +56,7 @@ APART = workload((100, 3), (200, 1), at=(0.0, 0.105))
         pytest.param("1c", workload((100, 3)), 1, [(0.11, 0.13)], 0, id="a colocated node hands nothing over"),
         pytest.param("1c", workload((100, 1), (100, 1)), 1, [(0.215, 0.215)] * 2, 0, id="two prompts in a step"),
         # The second prompt is computed in the second step, with the rest of the first.
-        pytest.param("1c", workload((LONG, 1), (200, 1)), 1, [(4.411, 4.411)] * 2, 0, id="a prompt of two steps"),
+        pytest.param("1c", workload((LONG, 1), (200, 1)), 1, [(8.507, 8.507)] * 2, 0, id="a prompt of two steps"),
         pytest.param("1c", workload(*[(10, 2)] * 5), 1, [(0.075, 0.1)] * 4 + [(0.11, 0.12)], 0, id="four slots"),
         # The next step has both, 200 + 10 ms. The second sample decodes in the step after the one that runs when the
         # router hears of it.

@@ -28,7 +28,9 @@ from decode_node.service import DecodeRequest, StepRow
 from tests.handles import a_handle
 from tests.loading import load
 
-FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9), finding="")
+FACTS = EngineFacts(
+    kv_blocks=4, block_size=16, step_tokens=64, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9), finding=""
+)
 PROMPT = (*range(1, 41),)
 OWNERS = KvOwner(request_id="prefill-0", num_blocks=2), KvOwner(request_id="prefill-1", num_blocks=1)
 HANDLE = a_handle(PROMPT, block_ids=((4, 5, 6),), owners=OWNERS)

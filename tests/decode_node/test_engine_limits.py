@@ -24,7 +24,9 @@ from tests.loading import load
 
 VOCAB = 256
 EOS = (0, 9)
-FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=VOCAB, eos_token_ids=EOS, finding="")
+FACTS = EngineFacts(
+    kv_blocks=4, block_size=16, step_tokens=64, max_model_len=512, vocab_size=VOCAB, eos_token_ids=EOS, finding=""
+)
 NAN, INF = math.nan, math.inf
 REFUSES, CHANGES, TAKES = "refuses", "changes", "takes"
 TINY = math.ulp(0.0)

@@ -51,7 +51,9 @@ def contract_of(directory: Path, **seen: Any) -> Contract:
     """Return a decode node's contract, from vLLM's own reading of the model's files."""
     model = load("vllm.config").ModelConfig(model=str(directory), skip_tokenizer_init=True)
     cache = SimpleNamespace(num_gpu_blocks=9, block_size=16, cache_dtype="auto")
-    llm = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model, cache_config=cache))
+    steps = SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64)
+    config = SimpleNamespace(model_config=model, cache_config=cache, scheduler_config=steps)
+    llm = SimpleNamespace(vllm_config=config)
     found = SEEN | seen
     shared = facts.model_contract(llm, DecodeConfig(model=str(directory)), found)
     return facts.decode_contract(shared, found, engine_facts(llm, finding=""))

@@ -28,7 +28,9 @@ from tests.loading import load
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
 ENDPOINT = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=1, stamp_addresses=(4096,))
-FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0,), finding="")
+FACTS = EngineFacts(
+    kv_blocks=4, block_size=16, step_tokens=64, max_model_len=512, vocab_size=256, eos_token_ids=(0,), finding=""
+)
 
 
 def output(request_id: str) -> SimpleNamespace:
@@ -366,5 +368,6 @@ def test_a_step_has_room_for_a_chunk_whatever_the_node_may_do(
     monkeypatch.setattr(engine_module.base, "prepare", lambda *_: None)
     config = PrefillConfig(model=str(tiny.ensure()), chunk_size=chunk_size, packed_prefill=is_packing)
     made = arguments(config, ENDPOINT)
-    assert made.max_num_batched_tokens == max(STEP_TOKENS, chunk_size)
+    assert made.max_num_scheduled_tokens == max(STEP_TOKENS, chunk_size)
+    assert made.max_num_batched_tokens == made.max_num_scheduled_tokens, "a CPU compiles nothing"
     assert made.long_prefill_token_threshold == chunk_size

@@ -18,8 +18,8 @@ from decode_node.slots import NoRoomError, SlotTable
 from router.nodes.node import PrefillNode
 from router.placement import (
     BEGINNING,
-    PACKED_TOKENS_IN_FLIGHT,
     PREFILLS_IN_FLIGHT,
+    STEPS_IN_FLIGHT,
     DecodeRoom,
     Need,
     PrefillRoom,
@@ -513,7 +513,7 @@ def time_of(room: PrefillRoom, num_tokens: int, *, packs: bool) -> tuple[float, 
 def test_prompts_in_flight_keep_a_node_busy_and_no_more(num_tokens: int) -> None:
     """Where prompts are packed, a few in flight leave steps short. Where they are not, more of them only wait."""
     few = {"max_in_flight": PREFILLS_IN_FLIGHT, "max_tokens": 0}
-    many = {"max_in_flight": PREFILLS_IN_FLIGHT, "max_tokens": PACKED_TOKENS_IN_FLIGHT}
+    many = {"max_in_flight": PREFILLS_IN_FLIGHT, "max_tokens": STEPS_IN_FLIGHT * 4096}
     best, _ = time_of(PrefillRoom(max_in_flight=1000), num_tokens, packs=True)
     packed, _ = time_of(PrefillRoom(**many), num_tokens, packs=True)
     assert packed < 1.04 * best
@@ -523,14 +523,18 @@ def test_prompts_in_flight_keep_a_node_busy_and_no_more(num_tokens: int) -> None
     alone, waiting = time_of(PrefillRoom(**few), num_tokens, packs=False)
     assert alone < 1.01 * best
     assert waiting == PREFILLS_IN_FLIGHT - 1
-    assert time_of(PrefillRoom(**many), num_tokens, packs=False)[1] == max(4, PACKED_TOKENS_IN_FLIGHT // num_tokens) - 1
+    assert time_of(PrefillRoom(**many), num_tokens, packs=False)[1] == max(4, STEPS_IN_FLIGHT * 4096 // num_tokens) - 1
+
+
+BESIDE_ROWS = 8192 - 256
+"""The most prompt tokens of a colocated node's step."""
 
 
 def time_beside_rows(room: PrefillRoom, num_tokens: int) -> float:
     """Let a router send 400 prompts to a colocated node that always has rows; return the seconds that they take.
 
-    Steps have up to 3840 prompt tokens, and prompts are cut anywhere. Each step is chosen when the one before begins. A
-    step lasts 15 ms for its rows, and 1 ms for 45 prompt tokens. What a router hears and sends takes 1 ms.
+    Steps have up to `BESIDE_ROWS` prompt tokens, and prompts are cut anywhere. Each step is chosen when the one before
+    begins. A step lasts 15 ms for its rows, and 1 ms for 45 prompt tokens. What a router hears and sends takes 1 ms.
     """
     now, sent, done, waiting, computed, ending = 0.0, 0, 0, 0, 0, 0
     arrivals: deque[float] = deque()
@@ -544,7 +548,7 @@ def time_beside_rows(room: PrefillRoom, num_tokens: int) -> float:
         while arrivals and arrivals[0] <= now:
             arrivals.popleft()
             waiting += num_tokens
-        next_tokens = min(3840, waiting)
+        next_tokens = min(BESIDE_ROWS, waiting)
         waiting -= next_tokens
         next_ends = (computed + next_tokens) // num_tokens - computed // num_tokens
         computed += next_tokens
@@ -558,10 +562,10 @@ def time_beside_rows(room: PrefillRoom, num_tokens: int) -> float:
 @pytest.mark.parametrize("num_tokens", [128, 512, 2048])
 def test_a_colocated_node_has_the_prompts_of_its_next_step_before_the_router_hears_of_the_last(num_tokens: int) -> None:
     best = time_beside_rows(PrefillRoom(max_in_flight=1000), num_tokens)
-    many = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=PACKED_TOKENS_IN_FLIGHT)
+    many = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=STEPS_IN_FLIGHT * BESIDE_ROWS)
     assert time_beside_rows(many, num_tokens) < 1.02 * best
-    two_steps = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=8192)
-    assert time_beside_rows(two_steps, num_tokens) > 1.04 * best
+    two_steps = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=2 * BESIDE_ROWS)
+    assert time_beside_rows(two_steps, num_tokens) > 1.03 * best
 
 
 @pytest.mark.parametrize(
@@ -575,7 +579,7 @@ def test_a_colocated_node_has_the_prompts_of_its_next_step_before_the_router_hea
 def test_a_router_knows_from_a_node_whether_it_packs_and_cuts(
     model: str, freedoms: tuple[FreedomStatus, ...], packs: bool
 ) -> None:
-    told = replace(info(model, "p1", NodeRole.PREFILL), freedoms=freedoms, engine_id="e", kv_blocks=64)
+    told = replace(info(model, "p1", NodeRole.PREFILL), freedoms=freedoms, engine_id="e", kv_blocks=64, step_tokens=9)
     client: Any = None
     room = PrefillNode(told, client, 0.0).room
     for _ in range(PREFILLS_IN_FLIGHT):

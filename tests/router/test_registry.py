@@ -171,7 +171,8 @@ async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
 async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_else(
     registry: Registry, model: str
 ) -> None:
-    node = replace(info(model, "p1", P), freedoms=(FreedomStatus(name="packed"),), certificate="a" * 64)
+    packs = (FreedomStatus(name="packed"),)
+    node = replace(info(model, "p1", P), freedoms=packs, certificate="a" * 64, step_tokens=1000)
     registry.register(node)
     room = registry._prefills["p1"].room
     for _ in range(PREFILLS_IN_FLIGHT):
