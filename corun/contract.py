@@ -16,7 +16,7 @@ from typing import Any
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole, from_plain
 
-CONTRACT_VERSION = 9
+CONTRACT_VERSION = 10
 """The version of the contract's form: of its fields, and of the rules that the cluster's own code gives names to.
 
 It grows with each change of this project after which equal nodes have other fingerprints. CHANGELOG.md has a table of

@@ -83,7 +83,7 @@ def test_what_moves_every_fingerprint_raises_the_contract_version() -> None:
     rules = ("SAMPLER_VERSION", "GPU_SAMPLER_VERSION", "SCORER_VERSION", "SPLITS", "PIECE_TOKENS", "LIBRARIES")
     text = "\n".join([*form, *(f"{name} = {assigned[name]}" for name in rules)])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    assert (CONTRACT_VERSION, digest[:16]) == (9, "58039998027bccf1")
+    assert (CONTRACT_VERSION, digest[:16]) == (10, "58039998027bccf1")
 
 
 def test_round_trip() -> None:
