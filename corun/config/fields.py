@@ -465,7 +465,8 @@ class PrefillConfig(NodeConfig):
     """Most tokens of one prompt in a step; part of the contract."""
     kv_check_fraction: float = field(default=0.001, metadata=FRACTION)
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]. Those that were packed, cut or
-    cached are also computed again, alone, when no prompt waits, and compared. A check holds a busy GPU up for some 50 ms."""
+    cached are also computed again, alone, when no prompt waits, and compared. A check holds a busy GPU up for some
+    50 ms."""
     packed_prefill: bool = True
     """Steps have chunks of several prompts, where the node's certificate says that this moves no bit."""
     free_chunks: bool = True

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvloop
 from aiohttp import web
+from aiohttp.log import server_logger
 
 import corun
 from corun.config.fields import TlsConfig
@@ -21,7 +22,7 @@ from corun.gateway.bodies import was_not_asked, when_read
 from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
-from corun.gateway.failures import plain_response, translated
+from corun.gateway.failures import is_ours, plain_response, translated
 from corun.gateway.live import Live
 from corun.gateway.pages import Pages
 from corun.gateway.playground import Playground
@@ -71,6 +72,7 @@ class Gateway:
         app.router.add_get("/live", self.live.stream, allow_head=False)
         app.router.add_get("/playground", playground.page)
         app.router.add_get("/playground/kill", playground.get_kill)
+        server_logger.addFilter(is_ours)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # A request ends when its client is gone.

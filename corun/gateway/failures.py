@@ -11,6 +11,7 @@ import secrets
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from corun.errors import CorunError, InternalError, OverloadedError, Shown, UnavailableError, shown
 from corun.gateway.errors import STATUSES, body, body_of
@@ -19,6 +20,19 @@ CLIENT_IS_GONE = 499
 """The status that proxies log when the client is gone. It is never sent."""
 
 log = logging.getLogger(__name__)
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Return whether to keep a record of aiohttp's own log.
+
+    Bytes that are no HTTP are answered with 400, and are not our error. With a traceback for each of them, anyone could
+    fill the log.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    log.debug("a client's fault: %s", shown(str(error)))
+    return False
 
 
 def response_of(error: CorunError) -> web.Response:

@@ -73,6 +73,30 @@ async def _check_refused(http: Http, field: str, fields: dict[str, Any], *, whol
     assert headers["Content-Type"].startswith("application/json")
 
 
+MALFORMED = (
+    b"not http\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost : a\r\n\r\n",
+    b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("sent", MALFORMED)
+async def test_what_is_no_http_leaves_no_traceback_in_the_log(
+    model: str, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    """Anybody may send it, as often as he likes."""
+    async with cluster(model) as fake, serving(fake) as http:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+            await reader.readuntil(b"}")
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
+            assert answer.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+            writer.close()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
 async def test_parts_of_a_request_are_refused_by_name(model: str) -> None:
     """Options of streams, and one bad prompt of several, which ends all."""
     async with cluster(model) as fake, serving(fake) as http:
