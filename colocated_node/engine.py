@@ -28,8 +28,7 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
     from vllm import AsyncEngineArgs
 
     base.check_split(config.decode_split)
-    # Rows take a part of it.
-    tokens = max(base.MOST_TOKENS if base.on_gpu() else base.STEP_TOKENS, config.chunk_size + config.slots)
+    tokens = max(base.compiled_tokens(), config.chunk_size + config.slots)  # Rows take a part of it.
     buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
     shares = {SLOTS: config.slots, BUCKETS: list(buckets)}
     made = AsyncEngineArgs(

@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from colocated_node.shares import SLOTS, prompt_blocks
 from corun.node.kv import handle
+from corun.node.vllm.start import step_tokens
 from corun.types import Freedom
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
@@ -34,7 +35,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         super().__init__(*args, **kwargs)
         self.slots: int = self.vllm_config.kv_transfer_config.kv_connector_extra_config[SLOTS]
         # vLLM's limits are on both sides together (colocated_node/engine.py).
-        self.budget: int = self.scheduler_config.max_num_batched_tokens - self.slots
+        self.budget: int = step_tokens(self.scheduler_config) - self.slots
         self._places: int = self.scheduler_config.max_num_seqs - self.slots
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # Block 0 is vLLM's null block.
         self._all_blocks = blocks

@@ -68,10 +68,17 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         """Run a step: one of the scheduler, of a self-test, or of vLLM's own warm-up, which says nothing of prompts."""
         meta = scheduler_output.kv_connector_metadata
         self.holds_prompts = meta is not None and meta.rows is not None
-        if self.piece:  # Prompts are never cut.
-            most = pin.SPLITS["none" if self.holds_prompts else "own-length"]
-            attention.limit(attention.builders_of(self.model_runner), most)
+        if self.piece:
+            if self.holds_prompts and meta.rows:
+                raise RuntimeError(f"a step of prompts holds {meta.rows} rows, which it would not cut (decode_split)")
+            self._builders(cut=not self.holds_prompts)
         return super().execute_model(scheduler_output)
+
+    def _builders(self, *, cut: bool) -> list[Any]:
+        """Return the builders of attention's metadata. From now on they cut rows by their own length, or nothing."""
+        builders = attention.builders_of(self.model_runner)
+        attention.limit(builders, pin.SPLITS["own-length" if cut else "none"])
+        return builders
 
     def certify(self) -> str:
         """Return the first difference that the self-tests of both sides find; empty if there is none."""
@@ -123,11 +130,9 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
             captured = {graph.num_tokens for graph in self.model_runner.cudagraph_manager.graphs}
             sizes = captured.intersection((*smaller_than(self.slots), self.slots))
             seen["graph"] = f"FULL_DECODE_ONLY {sorted(sizes)}"
-        if self.piece:
-            builders = attention.builders_of(self.model_runner)
-            attention.limit(builders, pin.SPLITS["none"])
-            seen[pin.PROMPT_SPLITS] = attention.policy(builders)
-            attention.limit(builders, pin.SPLITS["own-length"])
+        if self.piece and not self.unfit_attention:
+            seen[pin.PROMPT_SPLITS] = attention.policy(self._builders(cut=False))
+            self._builders(cut=True)
         return seen
 
 

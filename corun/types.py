@@ -197,7 +197,8 @@ class NodeInfo:
     """The id of the node's engine. A prefill and a decode node with the same one are the two sides of one colocated
     node: a sample's KV stays in place between them, and they end together. Empty: the node's version does not say."""
     step_tokens: int = 0
-    """The most prompt tokens of a prefill node's step. 0 for a decode node, or if the node's version does not say."""
+    """The most prompt tokens of a prefill node's step. 0 for a decode node, or if the node's version does not say:
+    then routers take 4096."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

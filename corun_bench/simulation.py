@@ -38,7 +38,8 @@ from router.placement import (
 )
 
 STEP_TOKENS = {"prefill": 4096, "decode": 0, "colocated": 8192}
-"""The most prompt tokens of a step of an engine of each kind, as in `corun.node.vllm.start`."""
+"""The most prompt tokens of a step of an engine of each kind, as in `corun.node.vllm.start`, without the part that a
+colocated node's rows take."""
 BLOCK_SIZE = 16
 """The tokens of a KV block, as in vLLM on a GPU."""
 _KINDS = {"p": "prefill", "d": "decode", "c": "colocated"}

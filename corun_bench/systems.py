@@ -133,10 +133,12 @@ class System:
             raise InvalidArgumentError("systems", name, f"must be one of {', '.join(KINDS)}")
         found = _PLACEMENT.fullmatch(placement)
         if placement and (kind not in PAIRED or not (found or placement in (SHARED, COLOCATED))):
-            limit = f"must be shared or XpYd, as in cluster:2p1d, and only {' and '.join(PAIRED)} have one"
+            limit = f"must be shared or XpYd, as in cluster:2p1d, and only {', '.join(PAIRED)} have one"
             raise InvalidArgumentError("systems", name, limit)
         if kind not in CLUSTERS and (placement == COLOCATED or (found and found[3])):
-            limit = "must be without colocated nodes: only cluster has them, as in cluster:colocated or cluster:1p1d1c"
+            limit = (
+                "must be without colocated nodes: only clusters have them, as in cluster:colocated or cluster:1p1d1c"
+            )
             raise InvalidArgumentError("systems", name, limit)
         if slots and not slots.isdecimal():
             raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
@@ -156,7 +158,7 @@ class System:
 
         Raises InvalidArgumentError if the machine has too few places, or if nobody would prefill or decode.
         """
-        if reason := NEEDS_GPU.get(self.kind, "") if not machine.gpus else "":
+        if not machine.gpus and (reason := NEEDS_GPU.get(self.kind)):
             raise InvalidArgumentError("systems", self.name, f"needs a GPU: {reason}")
         devices = machine.num_devices
         everywhere = tuple(range(devices))

@@ -63,7 +63,7 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
         scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
         worker_cls="decode_node.worker.FixedShapeWorker",
         max_num_seqs=config.slots,
-        max_num_batched_tokens=max(config.slots, base.MOST_TOKENS) if base.on_gpu() else config.slots,
+        max_num_batched_tokens=max(config.slots, base.compiled_tokens()) if base.on_gpu() else config.slots,
     )
     if base.on_gpu():
         made.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [*smaller_than(config.slots), config.slots])

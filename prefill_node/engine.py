@@ -71,7 +71,7 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
         scheduler_cls="prefill_node.scheduler.PrefillScheduler",
         worker_cls="prefill_node.worker.PrefillWorker",
         max_num_seqs=MAX_SEQUENCES,
-        max_num_batched_tokens=max(base.MOST_TOKENS if base.on_gpu() else base.STEP_TOKENS, config.chunk_size),
+        max_num_batched_tokens=max(base.compiled_tokens(), config.chunk_size),
         max_num_scheduled_tokens=max(base.STEP_TOKENS, config.chunk_size),
         long_prefill_token_threshold=config.chunk_size,
     )

@@ -19,7 +19,7 @@ from corun.errors import InvalidArgumentError
 from corun.types import Freedom, FreedomStatus, NodeRole
 
 SELF_TEST_FAILED = "the self-test failed"
-CUT_APART = "rows are cut by own-length, and prompts are not: each kind has steps of its own"
+CUT_APART = "rows are cut by own-length, and prompts are not, so that they have no common steps, and not the same bits"
 SWITCHES = {
     NodeRole.PREFILL: {
         Freedom.PACKED: "packed_prefill",
@@ -32,7 +32,7 @@ SWITCHES = {
 """The freedoms of each role, each with the setting that switches it off. A node without the setting has not got it.
 Both that need rows and prompts in one engine have one setting."""
 ONE_CUT = (Freedom.MIXED, Freedom.SCORES)
-"""The freedoms of nodes whose attention cuts rows as it cuts prompts, which is not at all."""
+"""The freedoms of nodes whose attention cuts no rows, as it cuts no prompts."""
 VOID = "the certificate is void: sums in another order gave the same bits, so this test would notice nothing"
 
 

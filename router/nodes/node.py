@@ -43,6 +43,8 @@ class Out(IntEnum):
 
 _STATES = {Out.DRAINING: NodeState.DRAINING, Out.LOST: NodeState.LOST, Out.QUARANTINED: NodeState.REFUSED}
 _LEAVING = "takes no new work"
+UNTOLD_STEP_TOKENS = 4096
+"""The most prompt tokens of a step of a prefill node whose version does not say."""
 
 
 class Node(Generic[C]):
@@ -182,7 +184,7 @@ class PrefillNode(Node[PrefillClient]):
     def describe(self, info: NodeInfo) -> None:
         super().describe(info)
         packs, cuts = (FreedomStatus(name=one.value) in info.freedoms for one in (Freedom.PACKED, Freedom.CHUNKS))
-        self.room.max_tokens = STEPS_IN_FLIGHT * info.step_tokens if packs else 0
+        self.room.max_tokens = STEPS_IN_FLIGHT * (info.step_tokens or UNTOLD_STEP_TOKENS) if packs else 0
         # Where prompts may not be cut, the cache has whole chunks only: few prompts begin with equal ones.
         self.room.max_beginnings = info.kv_blocks * info.block_size // BEGINNING if cuts else 0
 

@@ -183,7 +183,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.module, made.prefill = module, prefill
     for found in (module, prefill):
         monkeypatch.setattr(found, "Stepper", lambda worker: worker.model)
-    for name in ("test_mixed", "test_scores", "rows_of", "execute_model"):
+    for name in ("test_mixed", "test_scores", "rows_of", "execute_model", "observe", "_builders"):
         monkeypatch.setattr(Worker, name, getattr(module.ColocatedWorker, name), raising=False)
     return made
 
@@ -284,10 +284,25 @@ def test_attention_cuts_rows_in_their_own_steps_only(worker: Any, monkeypatch: p
     limits: list[int] = []
     base = SimpleNamespace(execute_model=lambda output: limits.append(builder.max_num_splits))
     monkeypatch.setattr(worker.module, "super", lambda: base, raising=False)
-    for rows in (None, 0, None, 2, None):
+    for rows in (None, 0, None, None):
         meta = connector.CorunNixlConnector.nothing_to_do(rows)
         worker.execute_model(SimpleNamespace(kv_connector_metadata=meta))
-    assert limits == [16, 1, 16, 1, 16]
+    assert limits == [16, 1, 16, 16]
+    with pytest.raises(RuntimeError, match="a step of prompts holds 2 rows"):
+        worker.execute_model(SimpleNamespace(kv_connector_metadata=connector.CorunNixlConnector.nothing_to_do(2)))
+
+
+def test_what_steps_of_prompts_cut_is_observed_as_they_run(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limit that their steps have; then rows are cut again. What an unfit builder lacks is said elsewhere."""
+    builder = SimpleNamespace(max_num_splits=16)
+    worker.model_runner = SimpleNamespace(attn_groups=[[SimpleNamespace(metadata_builders=[builder])]])
+    worker.piece, worker.unfit_attention = 2048, ""
+    monkeypatch.setattr(worker.module, "super", lambda: SimpleNamespace(observe=dict), raising=False)
+    monkeypatch.setattr(worker.module.attention, "policy", lambda builders: f"limit {builders[0].max_num_splits}")
+    assert worker.observe() == {"prompt_split_policy": "limit 1"}
+    assert builder.max_num_splits == 16
+    worker.unfit_attention = "unknown: there is no schedule"
+    assert worker.observe() == {}
 
 
 class Graphs:

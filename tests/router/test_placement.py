@@ -585,5 +585,7 @@ def test_a_router_knows_from_a_node_whether_it_packs_and_cuts(
     for _ in range(PREFILLS_IN_FLIGHT):
         room.take(3)
     assert room.has_room(3) is packs
+    assert room.max_tokens == (4 * 9 if packs else 0)
+    assert PrefillNode(replace(told, step_tokens=0), client, 0.0).room.max_tokens == (4 * 4096 if packs else 0)
     assert room.max_beginnings == (64 * 16 // BEGINNING if packs else 0)
     assert room.engine_id == "e"

@@ -4,9 +4,10 @@ By itself FlashAttention 3 looks at the whole batch to choose how many splits a 
 rows beside it. vLLM has a limit for captured graphs alone. This module makes vLLM's metadata builders keep the limit in
 every step, and, for `own-length`, writes each row's number into the schedule that FlashAttention reads.
 
-It runs in the engine's worker after the KV cache was made and before graphs are captured. The builders serve steps in
-graphs and outside (vllm/v1/worker/gpu/attn_utils.py: `build_attn_metadata`), so this is the one place to change. Must
-not know: roles, the contract, gRPC.
+It runs in the engine's worker after the KV cache was made and before graphs are captured; a colocated node that cuts
+rows also sets the limit before each step (`limit`). The builders serve steps in graphs and outside
+(vllm/v1/worker/gpu/attn_utils.py: `build_attn_metadata`), so this is the one place to change. Must not know: roles, the
+contract, gRPC.
 """
 
 from __future__ import annotations

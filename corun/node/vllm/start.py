@@ -34,12 +34,13 @@ STEP_TOKENS = 4096
 One chunk of 2048 tokens already keeps a GPU as busy as 8192 tokens do. With twice as many there is nearly always room
 for another whole chunk, and the next prompt waits for a tenth of a second at most."""
 MOST_TOKENS = 8192
-"""The most tokens of any step on a GPU, unless a chunk is longer: those of a colocated node's steps.
+"""The most tokens of any step on a GPU: those of a colocated node's steps.
 
 Each of its steps also computes a row for each sample, so fewer and longer steps leave more of the GPU to prompts: 3 %
 of the time of 300 prompts of 512 tokens with 256 outputs each (Qwen3-8B, H100). All engines on a GPU are compiled for
 this number, used or not, decode engines too: the compiler chooses kernels by it, so that with another one a colocated
-node's rows would have other bits than a decode node's."""
+node's rows would have other bits than a decode node's. With longer chunks, or with chunks that leave no room for a row
+in each slot, nodes of different kinds are compiled for different numbers, and refuse each other by their contracts."""
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 600.0
 """The longest time, in seconds, that an engine may take to test itself. It takes 30 s on a GPU or on two idle cores. On
@@ -72,7 +73,7 @@ class EngineFacts:
     """The KV blocks that requests can use."""
     block_size: int
     step_tokens: int
-    """The most prompt tokens of a step."""
+    """The most tokens of a step; on the prefill side of a colocated node, those of prompts."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -214,6 +215,11 @@ def facts(llm: Any, *, finding: str) -> EngineFacts:
         eos_token_ids=eos_token_ids(model),
         finding=finding,
     )
+
+
+def compiled_tokens() -> int:
+    """Return the number of tokens that every engine on this platform is compiled for."""
+    return MOST_TOKENS if on_gpu() else STEP_TOKENS
 
 
 def step_tokens(scheduler: Any) -> int:
