@@ -24,8 +24,8 @@ from corun.types import Freedom
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
 
-HAVE_KV = (RequestStatus.RUNNING, RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""The states of a sample that computed a row from its KV: it runs, or the row was its last."""
+LACKS_KV = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+"""The states of a sample whose copy is of no use, or was refused; any other has computed a row from it."""
 
 
 class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[misc]  # `turn` is None in both.
@@ -96,14 +96,14 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
         A sample of one of this engine's own prompts needs no step to read its KV: it is copied in the step that
         computes the first row, if a slot is free. Without that, a sample would begin two steps later, since the next
-        step is chosen before the result of the one that copied is there. A step of prompts may take 0.1 s.
+        step is chosen before the result of the one that copied is there. A step of prompts may take 0.1 s. Who waits
+        longer for KV keeps a slot.
         """
         chosen = super().admissible()
         free = self.slots - self.decoding() - sum(not is_prompt(request) for request in self.skipped_waiting)
-        for request in chosen:
-            begins = free > 0 and self._is_own(request) and not request.use_structured_output
+        for place, request in enumerate(chosen):
+            begins = place < free and self._is_own(request) and not request.use_structured_output
             request.kv_transfer_params[handle.AT_ONCE_PARAM] = begins
-            free -= begins
         return chosen
 
     def being_read(self) -> Iterator[Request]:
@@ -116,8 +116,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return bool(request.kv_transfer_params.get("remote_engine_id") == engine_id)
 
     def _note_copies(self, output: SchedulerOutput) -> None:
-        """Remember the samples that begin in this step with KV that it copies. Those whose whole KV was found here have
-        read it already."""
+        """Remember the samples that begin in this step with KV that it copies. Those that need no copy have their KV:
+        the row computes the only position that nobody else has computed."""
         for name, read in output.kv_connector_metadata.reqs_to_recv.items():
             request = self.requests.get(name)
             if request is not None and request.kv_transfer_params.get(handle.AT_ONCE_PARAM):
@@ -135,7 +135,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         super()._update_from_kv_xfer_finished(kv_connector_output)
         for name in copied:
             request = self._copying.pop(name)
-            if request.status in HAVE_KV:
+            if request.status not in LACKS_KV:
                 self.note_read(request)
 
     def rows_of(self, output: SchedulerOutput) -> int:

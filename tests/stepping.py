@@ -102,6 +102,7 @@ class _Engine:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
+            log_stats=True,
         )
         init_none_hash(sha256)  # As vllm/v1/engine/core.py does.
         self._hasher = (
@@ -122,11 +123,14 @@ class _Engine:
         self._depth: int = config.max_concurrent_batches
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._blocks: dict[str, set[int]] = {}  # by request, after the last step was scheduled
+        self._late: list[Abort] = []
 
     def play(self) -> Record:
         for op in self._trace.ops:
             if isinstance(op, Arrive):
                 self._arrive(op)
+            elif isinstance(op, Abort) and op.late:
+                self._late.append(op)
             elif isinstance(op, Abort):
                 self._abort(op)
             else:
@@ -149,6 +153,8 @@ class _Engine:
                 return
         if self._in_flight:
             step = self._in_flight.popleft()
+            while self._late:  # vllm/v1/engine/core.py: `_process_aborts_queue`
+                self._abort(self._late.pop())
             self.live = sum(not self._is_prompt(int(name)) for name in step[0].num_scheduled_tokens)
             for outputs in self.scheduler.update_from_output(*step).values():
                 for output in outputs.outputs:
@@ -254,7 +260,7 @@ class _Engine:
         for name, blocks in (*self.worker.arrived, *own):
             arrival = self.record.requests[int(name)]
             whole = -(-arrival.prompt // BLOCK_SIZE)
-            content = ("garbage",) if arrival.fails else (arrival.prompt, arrival.group)
+            content = ("garbage",) if arrival.fails else (arrival.prompt, arrival.group or name)
             numbers = range(whole - len(blocks), whole)
             self._content.update({block: (*content, i) for block, i in zip(blocks, numbers, strict=True)})
         self.worker.arrived.clear()
@@ -263,8 +269,10 @@ class _Engine:
             arrival = self.record.requests[number]
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(str(number))
             if self._is_sample(number) and not (arrival.own and arrival.fails):
-                for i, block in enumerate(blocks[: (arrival.prompt - 1) // BLOCK_SIZE]):
-                    wrong += self._content.get(block) != (arrival.prompt, arrival.group, i)
+                # The first row also reads what was brought of the block that it writes to.
+                read_until = arrival.prompt - 1 + (BLOCK_SIZE - 1 if row.start == arrival.prompt - 1 else 0)
+                for i, block in enumerate(blocks[: read_until // BLOCK_SIZE]):
+                    wrong += self._content.get(block) != (arrival.prompt, arrival.group or str(number), i)
             written = blocks[row.start // BLOCK_SIZE : (row.start + row.tokens - 1) // BLOCK_SIZE + 1]
             self._content.update(dict.fromkeys(written, ("written by", number)))
         return wrong

@@ -54,6 +54,8 @@ class Abort:
     """Request `which`, modulo the number of requests so far, is aborted in whatever state it is."""
 
     which: int
+    late: bool = False
+    """Whether it is aborted when the next result of a step is there, and before its outputs are taken."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _arrivals(longest_output: int, **others: st.SearchStrategy[Any]) -> st.Searc
 
 def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int]) -> st.SearchStrategy[Trace]:
     """Traces of these arrivals. A chunk of 0 stands for a decode step, which has one token for each slot."""
-    op = arrivals | arrivals | st.builds(Abort, st.integers(0, 99)) | st.builds(Run, st.integers(1, 8))
+    op = arrivals | arrivals | st.builds(Abort, st.integers(0, 99), st.booleans()) | st.builds(Run, st.integers(1, 8))
     ops = st.lists(op, min_size=12, max_size=60)  # A short trace never fills a node.
     # The largest request always fits: engines and services refuse a request that never can.
     blocks = st.integers(-(-(LONGEST_PROMPT + LONGEST_OUTPUT) // BLOCK_SIZE), MOST_BLOCKS)

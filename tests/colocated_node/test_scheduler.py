@@ -237,9 +237,33 @@ def test_without_a_free_slot_own_kv_is_copied_early(stepping: ModuleType, platfo
 
 
 @PLATFORMS
+@pytest.mark.parametrize("first", [{"own": True, "mask_s": 0.0003}, {}], ids=["constrained", "a peer's"])
+def test_who_has_to_wait_for_kv_keeps_a_slot(stepping: ModuleType, platform: Platform, first: dict[str, Any]) -> None:
+    ops = (sample(40, 5, **first), sample(40, 24, own=True))
+    record = stepping.play(COLOCATED, Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16), platform, role=None)
+    began = [next(at for at, step in enumerate(record.steps) if n in step.rows) for n in range(2)]
+    assert began[0] < began[1]
+
+
+@PLATFORMS
+@pytest.mark.parametrize("prompt", [1, 17, 40])
+def test_a_sample_that_runs_renews_no_lease(stepping: ModuleType, platform: Platform, prompt: int) -> None:
+    """It has a copy of its own. While it waits for a slot, it does."""
+    trace = Trace(slots=1, chunk=16, blocks=48, ops=(), budget=16)
+    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    nixl = engine.scheduler.connector.connector_scheduler
+    engine._arrive(sample(prompt, 20, own=True))
+    assert nixl._heartbeat_by_engine
+    for _ in range(4):
+        engine.step()
+    assert engine.record.outputs[0]
+    assert nixl._heartbeat_by_engine == {}
+
+
+@PLATFORMS
 def test_samples_of_an_own_prompt_share_what_the_first_copies(stepping: ModuleType, platform: Platform) -> None:
     """The others begin as soon as the first is known to have it, each with a copy of the block that decode writes to;
-    of 33 tokens, that block needs none."""
+    of 97 tokens, that block needs none."""
     for prompt, copied in ((100, 7 + 7), (97, 7)):
         ops = (sample(prompt, 5, own=True, group=1),) * 8
         trace = Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16)
@@ -363,7 +387,7 @@ def begin_anyway(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None
 
 
 def trust_copies(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(module, "HAVE_KV", tuple(module.RequestStatus))
+    monkeypatch.setattr(module, "LACKS_KV", ())
 
 
 def begin_with_nothing(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
