@@ -35,7 +35,7 @@ def module() -> ModuleType:
 @pytest.fixture
 def judged(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Judge:
     judge = Judge()
-    monkeypatch.setattr(module, "judge", judge)
+    monkeypatch.setattr(module, "Judgement", judge)
     return judge
 
 
@@ -85,6 +85,7 @@ def connector(module: ModuleType, judged: Judge) -> Any:
     worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
     made._said, made._released, made._readers, made._handshakes, made._claims, made._stamps = {}, {}, {}, {}, {}, {}
     made._copied, made._regions = set(), []
+    made._unjudged, made._judgement = [], None
     made.expired, made._block_size = 0, 16
     made.handoffs = module.Handoffs()
     made.table, made._fetched = StampTable(8), StampTable(8)
@@ -122,15 +123,17 @@ class Agent:
 
 
 class Judge:
-    """Judges as a test says; remembers what it was asked."""
+    """Judges as a test says, and when; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.refusals: dict[str, str] = {}
         self.asked: list[tuple[Any, ...]] = []
+        self.is_late = False
 
-    def __call__(self, reads: list[tuple[Claim, Any]], *where: Any) -> list[Verdict]:
+    def __call__(self, reads: list[tuple[Claim, Any]], *where: Any) -> Any:
         self.asked.append((reads, *where))
-        return [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim, _ in reads]
+        found = [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim, _ in reads]
+        return SimpleNamespace(verdicts=lambda patience_s: None if self.is_late else found)
 
 
 def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = True) -> None:
@@ -317,11 +320,12 @@ def test_a_first_read_takes_the_null_block_and_then_its_stamp(connector: Any, st
     agent.states["transfer"] = state
     agent.transfer = agent.check_xfer_state
     fetched: list[Any] = []
-    connector._fetched.fetch = lambda *args: fetched.append(args[1]) or [TimeoutError("no stamp")]
+    no_stamp = SimpleNamespace(rows=lambda patience_s: [TimeoutError("no stamp")])
+    connector._fetched.fetch = lambda *args, spare: fetched.append((args[1], spare)) or no_stamp
     assert connector.warm("p0") == ("no stamp" if state == "DONE" else "the transfer ended as ERR")
     assert agent.made == [("READ", 1, [([0],), 1], 2, [([0, 1],), 64], b"")]
     peer = PeerTable(agent="agent of p0", address=4096, num_blocks=32)
-    assert fetched == ([[(peer, (0,))]] if state == "DONE" else [])
+    assert fetched == ([([(peer, (0,))], True)] if state == "DONE" else [])
     assert connector.warm("unknown") != "", "an error on the way is an answer, too"
 
 
@@ -371,7 +375,28 @@ def test_what_failed_or_was_never_claimed_is_not_judged(
     """It is not used either."""
     reads(connector, "a", state=state, claimed=claimed)
     assert received(connector) == ({"a"}, {1, 2, 3})
-    assert (judged.asked, connector._claims, connector.handoffs.refused) == ([], {}, refused)
+    assert ([reads for reads, *_ in judged.asked if reads], connector._claims) == ([], {})
+    assert connector.handoffs.refused == refused
+
+
+def test_no_step_waits_for_a_judgement(connector: Any, judged: Judge) -> None:
+    """Reads that end meanwhile are judged by the next one. A read that failed is told at once."""
+    judged.is_late, judged.refusals = True, {"p-b": "block 0 of 3 is not this prompt's"}
+    told = connector.connector_worker.nixl_wrapper.told
+    reads(connector, "a", state="DONE")
+    assert received(connector) == (set(), set())
+    for name, state in (("b", "DONE"), ("c", "DONE"), ("d", "ERR")):
+        reads(connector, name, state=state)
+    assert received(connector) == ({"d"}, {1, 2, 3})
+    assert received(connector) == (set(), set())
+    assert (len(judged.asked), told) == (1, [])
+    judged.is_late = False
+    assert received(connector) == ({"a"}, set())
+    assert [notice for _, notice in told] == [b"p-a:2"]
+    assert received(connector) == ({"b", "c"}, {1, 2, 3})
+    assert [[claim.request_id for claim, _ in reads] for reads, *_ in judged.asked] == [["p-a"], ["p-b", "p-c"]]
+    assert [notice for _, notice in told] == [b"p-a:2", b"p-c:2"]
+    assert (connector._claims, connector._unjudged, connector._judgement) == ({}, [], None)
 
 
 def test_a_peer_that_cannot_be_told_frees_its_blocks_by_itself(connector: Any) -> None:

@@ -21,6 +21,7 @@ from corun.node.kv.stamps import (
     OWNER,
     STAMP_BYTES,
     Claim,
+    Judgement,
     Owned,
     PeerTable,
     Prefills,
@@ -28,7 +29,6 @@ from corun.node.kv.stamps import (
     Verdict,
     chained,
     compare,
-    judge,
     runs,
     stamps,
 )
@@ -161,6 +161,10 @@ def test_a_chosen_prompt_is_signed_once_and_whole_by_the_step_that_completes_it(
     assert prefills.completed("not chosen", 16) == prefills.completed("unknown", 16) == ()
 
 
+def nines(blocks: Sequence[int]) -> Any:
+    return np.array([9] * len(blocks), np.uint64)
+
+
 class Pair:
     """A table that is read from and one that reads, each with its own agent."""
 
@@ -168,7 +172,7 @@ class Pair:
         from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
 
         logging.getLogger("nixl").setLevel(logging.ERROR)
-        self.writer, self.reader = StampTable(64), StampTable(32)
+        self.writer, self.reader = StampTable(64), StampTable(33)  # One is the spare row.
         self.agents = [nixl_agent(name, nixl_agent_config()) for name in ("writer", "reader")]
         tables = zip((self.writer, self.reader), self.agents, strict=True)
         self.memory = [table.register(agent) for table, agent in tables]
@@ -176,13 +180,16 @@ class Pair:
         self.peer = PeerTable(agent=name, address=self.writer.address, num_blocks=64)
 
     def fetch(self, *blocks: int) -> Any:
-        (found,) = self.reader.fetch(self.agents[1], [(self.peer, blocks)], 5.0)
-        return found
+        found = self.reader.fetch(self.agents[1], [(self.peer, blocks)], 5.0).rows(5.0)
+        assert found is not None
+        return found[0]
 
     def judge(self, *claims: Claim, peer: PeerTable | None = None, agent: Any = None) -> list[Verdict]:
         """Judge reads from a peer, whose blocks' contents have the digest 9 here."""
         reads = [(claim, peer or self.peer) for claim in claims]
-        return judge(reads, self.reader, lambda blocks: np.array([9] * len(blocks)), agent or self.agents[1])
+        found = Judgement(reads, self.reader, nines, agent or self.agents[1]).verdicts(5.0)
+        assert found is not None
+        return found
 
     def close(self) -> None:
         """Also end the agents, each of which has a thread that polls."""
@@ -238,8 +245,8 @@ def test_what_is_not_the_claim_is_refused(pair: Pair, changes: dict[str, Any], r
 
 
 def test_a_peer_whose_stamps_are_not_known_is_refused(pair: Pair) -> None:
-    (verdict,) = judge([(CLAIM, None)], pair.reader, lambda blocks: np.zeros(3), pair.agents[1])
-    assert verdict.refusal == "where engine keeps its stamps is not known"
+    verdicts = Judgement([(CLAIM, None)], pair.reader, nines, pair.agents[1]).verdicts(0.0)
+    assert verdicts == [Verdict("where engine keeps its stamps is not known")]
 
 
 SIGNED = {
@@ -340,11 +347,28 @@ BROKEN = {
 def test_stamps_that_do_not_come_are_a_refusal(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, state: Any, reason: str
 ) -> None:
-    """A step waits for the stamps of all its reads together, because all rows stand still meanwhile."""
+    """The stamps of all reads that are judged together have one time limit."""
     monkeypatch.setattr("corun.node.kv.stamps.FETCH_TIMEOUT_S", 0.02)
     agent = Broken(state)
     assert pair.judge(CLAIM, CLAIM, agent=agent) == [Verdict(reason)] * 2
     assert agent.events == ["posted", "posted", "released", "released"]
+
+
+def test_nobody_waits_for_stamps_that_come_late(pair: Pair) -> None:
+    """While they are on the way, another row can be fetched, and then they are compared as they came."""
+    pair.writer.own([8, 9, 2], of(B, 3))
+    agent = Broken("PROC")
+    judgement = Judgement([(CLAIM, pair.peer)], pair.reader, nines, agent)
+    assert [judgement.verdicts(0.0), judgement.verdicts(0.001)] == [None, None]
+    assert agent.events == ["posted"]
+    pair.reader.own(range(3), of(B, 3))  # As the transfer would.
+    first = pair.reader.fetch(pair.agents[1], [(pair.peer, (8,))], 5.0, spare=True).rows(5.0)
+    assert first is not None
+    assert not isinstance(first[0], Exception)
+    assert first[0].tolist() == [[B, 0]]
+    agent.state = "DONE"
+    assert judgement.verdicts(0.0) == [Verdict("")]
+    assert agent.events == ["posted", "released"]
 
 
 def test_reads_of_one_step_are_judged_each_by_its_own_stamps(pair: Pair) -> None:

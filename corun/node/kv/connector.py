@@ -35,13 +35,13 @@ from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import (
     STAMP_BYTES,
     Claim,
+    Judgement,
     Owned,
     PeerTable,
     Prefills,
     StampTable,
+    Transfers,
     Verdict,
-    finish,
-    judge,
 )
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
@@ -49,6 +49,9 @@ from corun.rpc.auth import read_token
 RELEASE_TTL_S = 60.0
 """A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time."""
 WARM_TIMEOUT_S = 10.0
+PATIENCE_S = 0.002
+"""The longest time that a step waits for the stamps of reads that it finds complete. They mostly come in 0.2 ms; later
+ones are looked for in the next steps."""
 HEARTBEAT = b"HB:"
 """The prefix of vLLM's messages that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
 SHARED_LEASE_S = 10.0
@@ -112,6 +115,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._has_both = vllm_config.kv_transfer_config.kv_role == "kv_both"
         """Whether this engine computes prompts and runs samples."""
         self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
+        self._unjudged: list[str] = []
+        """The requests whose reads are complete, and are to be judged when the judgement that runs has ended."""
+        self._judgement: tuple[list[str], Judgement] | None = None
+        """The judgement that runs, with its requests."""
         self._copied: set[str] = set()
         """The requests whose KV has been copied from this engine's own since the last step ended."""
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
@@ -131,6 +138,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._prefills.begin(request)
+        if (request.kv_transfer_params or {}).get(AT_ONCE_PARAM):
+            # The prompt's lease need not be renewed. vLLM does that until it hears that the read has ended.
+            self.connector_scheduler._stop_heartbeat(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -173,7 +183,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker = self.connector_worker
         if len(worker.kv_cache_config.kv_cache_groups) != 1:
             raise RuntimeError("this model cannot keep the contract: it keeps its KV in several groups")
-        self.table, self._fetched = (StampTable(worker._logical_num_blocks) for _ in range(2))
+        self.table = StampTable(worker._logical_num_blocks)
+        self._fetched = StampTable(worker._logical_num_blocks + 1)  # One is the spare row.
         worker._registered_descs.extend(table.register(worker.nixl_wrapper) for table in (self.table, self._fetched))
         super().register_kv_caches(kv_caches)
         self._regions = _regions(worker, kv_caches.values())
@@ -231,8 +242,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _read_own(self, reads: Mapping[str, Any]) -> None:
         """Copy the KV that samples read from prompts of this engine, which needs it no longer for these readers."""
         worker = self.connector_worker
-        begun = [name for name, read in reads.items() if read.local_block_ids]
-        found = self._verdicts(begun, lambda claims: own_kv.copy(claims, self._regions, self.table, self._digests))
+        claims = {name: self._claims[name] for name in reads if name in self._claims}
+        began = time.monotonic()
+        verdicts = own_kv.copy(list(claims.values()), self._regions, self.table, self._digests)
+        self.handoffs.check_seconds += time.monotonic() - began
+        found = dict(zip(claims, verdicts, strict=True))
         for name, read in reads.items():
             if not read.local_block_ids:  # It was aborted before it began.
                 self.release(*names_in(read.remote.request_id))
@@ -251,32 +265,37 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         super().wait_for_save()
 
     def _pop_judged(self, transfers: dict[str, Any]) -> set[str]:
-        """Return vLLM's completed reads; the blocks of refused reads are marked as not loaded."""
-        worker = self.connector_worker
+        """Return vLLM's completed reads, once they are judged, and those that failed. The blocks of refused reads are
+        marked as not loaded."""
         done: set[str] = self._pop_done(transfers)
-        read = sorted(done - set(worker._failed_recv_reqs.queue))
-        found = self._verdicts(read, self._judge)
-        for name in read:
-            if self._judged(name, found.get(name, UNKNOWN)) and (claim := self._claims.get(name)):
-                self._thank(claim)
-        return done
-
-    def _verdicts(
-        self, names: Iterable[str], check: Callable[[Sequence[Claim]], Sequence[Verdict]]
-    ) -> dict[str, Verdict]:
-        """Return what a check says of those of the reads that have claims, and count its time."""
-        claims = {name: self._claims[name] for name in names if name in self._claims}
-        if not claims:
-            return {}
+        failed = done.intersection(self.connector_worker._failed_recv_reqs.queue)
         began = time.monotonic()
-        found = dict(zip(claims, check(list(claims.values())), strict=True))
+        self._unjudged.extend(sorted(done - failed))
+        judged = failed.union(self._judge())
         self.handoffs.check_seconds += time.monotonic() - began
-        return found
+        return judged
 
-    def _judge(self, claims: Sequence[Claim]) -> list[Verdict]:
-        """Compare what was read from peers with the stamps that their blocks have now."""
-        reads = [(claim, self._table_of(claim.engine_id)) for claim in claims]
-        return judge(reads, self._fetched, self._digests, self._agent)
+    def _judge(self) -> list[str]:
+        """Begin a judgement if none runs, and return the requests of the one that has ended now."""
+        patience_s = 0.0
+        if self._judgement is None and self._unjudged:
+            names, self._unjudged = self._unjudged, []
+            claims = [self._claims[name] for name in names if name in self._claims]
+            reads = [(claim, self._table_of(claim.engine_id)) for claim in claims]
+            self._judgement = names, Judgement(reads, self._fetched, self._digests, self._agent)
+            patience_s = PATIENCE_S
+        if self._judgement is None:
+            return []
+        names, judgement = self._judgement
+        if (verdicts := judgement.verdicts(patience_s)) is None:
+            return []
+        self._judgement = None
+        of_claims = iter(verdicts)
+        for name in names:
+            claim = self._claims.get(name)
+            if self._judged(name, next(of_claims) if claim else UNKNOWN) and claim:
+                self._thank(claim)
+        return names
 
     def _judged(self, name: str, verdict: Verdict) -> bool:
         """Count a read that is complete, and return whether its KV may be used; if not, its blocks are marked as not
@@ -460,10 +479,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         agent = self._agent
         result: Any
         try:
-            (result,) = finish(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
+            read = Transfers(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
+            read.are_over(WARM_TIMEOUT_S)
+            (result,) = read.end()
             if result is None:
                 wanted: Any = [(self._table_of(engine_id), (0,))]
-                (result,) = self._fetched.fetch(agent, wanted, WARM_TIMEOUT_S)
+                rows = self._fetched.fetch(agent, wanted, WARM_TIMEOUT_S, spare=True).rows(WARM_TIMEOUT_S)
+                assert rows is not None, "its time is over"
+                (result,) = rows
         except Exception as error:  # NIXL's errors share no base class.
             result = error
         return in_words(result) if isinstance(result, Exception) else ""

@@ -37,8 +37,8 @@ MAX_RUNS = 16
 runs of a table of 40,000 rows took 10 ms, the whole of it 0.2 ms."""
 POLL_S = 20e-6
 FETCH_TIMEOUT_S = 1.0
-"""The time to fetch the stamps of all reads that one step finds completed. The engine's own thread waits for them, so
-all rows of the step wait."""
+"""The time to fetch the stamps of the reads that are judged together. Their samples wait for them, and those of the
+reads that are judged next, but no row."""
 Rows = npt.NDArray[np.uint64]
 
 
@@ -84,24 +84,24 @@ class StampTable:
         self.rows[list(blocks), DIGEST] = digests
 
     def fetch(
-        self, agent: Any, wanted: Sequence[tuple[PeerTable, Sequence[int]]], timeout_s: float
-    ) -> list[Rows | Exception]:
-        """Return rows of several peers' tables, or parts of tables, as they are now: [len(blocks), 2] for each part.
+        self, agent: Any, wanted: Sequence[tuple[PeerTable, Sequence[int]]], timeout_s: float, *, spare: bool = False
+    ) -> Fetch:
+        """Begin to fetch rows of several peers' tables, or parts of tables, as they are now.
 
-        All parts share the time. If rows did not arrive, the error stands in their place: TimeoutError, RuntimeError if
-        the transfer failed, or ValueError if the peer has no such block.
+        All parts share the time. No other fetch may run, unless one of both is of a single row into the `spare` one of
+        ours, which is the last.
         """
         begun: list[tuple[Any, list[int]] | Exception] = []
-        at, later = 0, sum(len(blocks) for _, blocks in wanted)
+        at, end = (len(self.rows) - 1, len(self.rows)) if spare else (0, len(self.rows) - 1)
+        later = sum(len(blocks) for _, blocks in wanted)
         for peer, blocks in wanted:
             later -= len(blocks)
             try:
-                handle, places, at = self._begin(agent, peer, blocks, at, room=len(self.rows) - at - later)
+                handle, places, at = self._begin(agent, peer, blocks, at, room=end - at - later)
                 begun.append((handle, places))
             except Exception as error:  # NIXL's errors share no base class.
                 begun.append(error)
-        errors = iter(finish(agent, [one[0] for one in begun if not isinstance(one, Exception)], timeout_s))
-        return [one if isinstance(one, Exception) else next(errors) or self.rows[one[1]] for one in begun]
+        return Fetch(self, agent, begun, timeout_s)
 
     def _begin(
         self, agent: Any, peer: PeerTable, blocks: Sequence[int], at: int, *, room: int
@@ -161,26 +161,67 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def finish(agent: Any, handles: Sequence[Any], timeout_s: float) -> list[Exception | None]:
-    """Run transfers to their ends at the same time and release them. Return for each transfer None, or its error if it
-    failed or did not end in time."""
-    deadline = time.monotonic() + timeout_s
-    states = [_ask(agent.transfer, handle) for handle in handles]
-    while "PROC" in states and time.monotonic() <= deadline:
-        time.sleep(POLL_S)
-        for i, handle in enumerate(handles):
-            if states[i] == "PROC":
-                states[i] = _ask(agent.check_xfer_state, handle)
-    errors: list[Exception | None] = []
-    for handle, state in zip(handles, states, strict=True):
-        raised = [one for one in (state, _ask(agent.release_xfer_handle, handle)) if isinstance(one, Exception)]
-        if state == "PROC":
-            errors.append(TimeoutError(f"the transfer did not end within {timeout_s:g} s"))
-        elif raised:
-            errors.append(raised[0])
-        else:
-            errors.append(None if state == "DONE" else RuntimeError(f"the transfer ended as {state}"))
-    return errors
+class Transfers:
+    """Transfers that run at the same time, with one deadline."""
+
+    def __init__(self, agent: Any, handles: Sequence[Any], timeout_s: float) -> None:
+        """Start all of them."""
+        self._agent, self._handles, self._timeout_s = agent, handles, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._states = [_ask(agent.transfer, handle) for handle in handles]
+
+    def are_over(self, patience_s: float) -> bool:
+        """Return whether all have ended, or should have, and wait for that for at most `patience_s`."""
+        until = min(time.monotonic() + patience_s, self._deadline)
+        while self._runs() and time.monotonic() <= until:
+            time.sleep(POLL_S)
+        return not self._runs() or time.monotonic() > self._deadline
+
+    def _runs(self) -> bool:
+        """Ask for the states of those that still run, and return whether any does."""
+        for i, handle in enumerate(self._handles):
+            if self._states[i] == "PROC":
+                self._states[i] = _ask(self._agent.check_xfer_state, handle)
+        return "PROC" in self._states
+
+    def end(self) -> list[Exception | None]:
+        """Release the transfers. Return for each None, or its error if it failed or did not end in time."""
+        errors: list[Exception | None] = []
+        for handle, state in zip(self._handles, self._states, strict=True):
+            raised = [
+                one for one in (state, _ask(self._agent.release_xfer_handle, handle)) if isinstance(one, Exception)
+            ]
+            if state == "PROC":
+                errors.append(TimeoutError(f"the transfer did not end within {self._timeout_s:g} s"))
+            elif raised:
+                errors.append(raised[0])
+            else:
+                errors.append(None if state == "DONE" else RuntimeError(f"the transfer ended as {state}"))
+        return errors
+
+
+class Fetch:
+    """Rows on their way from peers' tables into one of ours."""
+
+    def __init__(
+        self, table: StampTable, agent: Any, begun: Sequence[tuple[Any, list[int]] | Exception], timeout_s: float
+    ) -> None:
+        """Start the transfers. begun: for each part its transfer, and which of our rows get its rows; or an error."""
+        self._table, self._begun = table, begun
+        handles = [one[0] for one in begun if not isinstance(one, Exception)]
+        self._transfers = Transfers(agent, handles, timeout_s)
+
+    def rows(self, patience_s: float) -> list[Rows | Exception] | None:
+        """Return the rows, [len(blocks), 2] for each part; None if not all have come within `patience_s`. Do not ask
+        again after the answer.
+
+        If rows did not arrive, the error stands in their place: TimeoutError, RuntimeError if the transfer failed, or
+        ValueError if the peer has no such block.
+        """
+        if not self._transfers.are_over(patience_s):
+            return None
+        errors = iter(self._transfers.end())
+        return [one if isinstance(one, Exception) else next(errors) or self._table.rows[one[1]] for one in self._begun]
 
 
 def _ask(question: Callable[[Any], Any], handle: Any) -> Any:
@@ -286,30 +327,46 @@ class Verdict:
     """Whether the bits of the KV were compared."""
 
 
-def judge(
-    reads: Sequence[tuple[Claim, PeerTable | None]],
-    table: StampTable,
-    digests: Callable[[Sequence[int]], Rows],
-    agent: Any,
-) -> list[Verdict]:
-    """Compare the current contents of the peers' tables with the claims. No two claims share a block of ours.
+class Judgement:
+    """The comparison of completed reads with what the peers' tables say after the reads.
 
-    Args:
-        reads: completed reads, each with its peer's table; None if it is not known where that is.
-        digests: a function from our blocks to the digests of their contents.
+    The engine's thread does not wait for a peer: all rows of its steps would wait, too. A peer on a busy host was seen
+    to take 0.08 s.
     """
-    wanted = [(peer, claim.theirs) for claim, peer in reads if peer and len(claim.theirs) == len(claim.ours)]
-    fetched = iter(table.fetch(agent, wanted, FETCH_TIMEOUT_S))
-    found: list[tuple[Claim, Rows | str]] = []
-    for claim, peer in reads:
-        if peer is None:
-            found.append((claim, f"where {claim.engine_id} keeps its stamps is not known"))
-        elif len(claim.theirs) != len(claim.ours):
-            found.append((claim, f"{len(claim.theirs)} blocks were offered for {len(claim.ours)}"))
-        else:  # With any error the owner of this KV stays unknown.
-            rows = next(fetched)
-            found.append((claim, f"the stamps could not be read: {rows}" if isinstance(rows, Exception) else rows))
-    return compare(found, digests)
+
+    def __init__(
+        self,
+        reads: Sequence[tuple[Claim, PeerTable | None]],
+        table: StampTable,
+        digests: Callable[[Sequence[int]], Rows],
+        agent: Any,
+    ) -> None:
+        """Begin to fetch the rows. No two claims share a block of ours.
+
+        Args:
+            reads: completed reads, each with its peer's table; None if it is not known where that is.
+            table: gets the rows, so that no other judgement may use it meanwhile.
+            digests: a function from our blocks to the digests of their contents.
+        """
+        self._reads, self._digests = reads, digests
+        wanted = [(peer, claim.theirs) for claim, peer in reads if peer and len(claim.theirs) == len(claim.ours)]
+        self._fetch = table.fetch(agent, wanted, FETCH_TIMEOUT_S)
+
+    def verdicts(self, patience_s: float) -> list[Verdict] | None:
+        """Return the verdicts; None if the rows have not come within `patience_s`."""
+        if (fetched := self._fetch.rows(patience_s)) is None:
+            return None
+        parts = iter(fetched)
+        found: list[tuple[Claim, Rows | str]] = []
+        for claim, peer in self._reads:
+            if peer is None:
+                found.append((claim, f"where {claim.engine_id} keeps its stamps is not known"))
+            elif len(claim.theirs) != len(claim.ours):
+                found.append((claim, f"{len(claim.theirs)} blocks were offered for {len(claim.ours)}"))
+            else:  # With any error the owner of this KV stays unknown.
+                rows = next(parts)
+                found.append((claim, f"the stamps could not be read: {rows}" if isinstance(rows, Exception) else rows))
+        return compare(found, self._digests)
 
 
 def compare(found: Sequence[tuple[Claim, Rows | str]], digests: Callable[[Sequence[int]], Rows]) -> list[Verdict]:
@@ -321,7 +378,7 @@ def compare(found: Sequence[tuple[Claim, Rows | str]], digests: Callable[[Sequen
 
     Args:
         found: each claim with its rows, or with the reason why there are none.
-        digests: as in `judge`.
+        digests: as in `Judgement`.
     """
     verdicts = [Verdict(rows if isinstance(rows, str) else _not_the_owners(claim, rows)) for claim, rows in found]
     signed = [
