@@ -85,7 +85,7 @@ def connector(module: ModuleType, judged: Judge) -> Any:
     worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
     made._said, made._released, made._readers, made._handshakes, made._claims, made._stamps = {}, {}, {}, {}, {}, {}
     made._copied, made._regions = set(), []
-    made._unjudged, made._judgement = [], None
+    made._unjudged, made._judgement, made._late, made._tables = [], None, [], []
     made.expired, made._block_size = 0, 16
     made.handoffs = module.Handoffs()
     made.table, made._fetched = StampTable(8), StampTable(8)
@@ -128,12 +128,15 @@ class Judge:
     def __init__(self) -> None:
         self.refusals: dict[str, str] = {}
         self.asked: list[tuple[Any, ...]] = []
-        self.is_late = False
+        self.is_late = self.are_rows_late = False
+        """Whether the verdicts have not come; and whether some rows of a judgement that has ended may still come."""
 
     def __call__(self, reads: list[tuple[Claim, Any]], *where: Any) -> Any:
         self.asked.append((reads, *where))
         found = [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim, _ in reads]
-        return SimpleNamespace(verdicts=lambda patience_s: None if self.is_late else found)
+        transfers = SimpleNamespace(are_late=lambda: self.are_rows_late)
+        fetch = SimpleNamespace(transfers=transfers)
+        return SimpleNamespace(verdicts=lambda patience_s: None if self.is_late else found, fetch=fetch)
 
 
 def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = True) -> None:
@@ -320,7 +323,8 @@ def test_a_first_read_takes_the_null_block_and_then_its_stamp(connector: Any, st
     agent.states["transfer"] = state
     agent.transfer = agent.check_xfer_state
     fetched: list[Any] = []
-    no_stamp = SimpleNamespace(rows=lambda patience_s: [TimeoutError("no stamp")])
+    transfers = SimpleNamespace(are_late=lambda: False)
+    no_stamp = SimpleNamespace(rows=lambda patience_s: [TimeoutError("no stamp")], transfers=transfers)
     connector._fetched.fetch = lambda *args, spare: fetched.append((args[1], spare)) or no_stamp
     assert connector.warm("p0") == ("no stamp" if state == "DONE" else "the transfer ended as ERR")
     assert agent.made == [("READ", 1, [([0],), 1], 2, [([0, 1],), 64], b"")]
@@ -391,12 +395,43 @@ def test_no_step_waits_for_a_judgement(connector: Any, judged: Judge) -> None:
     assert received(connector) == (set(), set())
     assert (len(judged.asked), told) == (1, [])
     judged.is_late = False
-    assert received(connector) == ({"a"}, set())
-    assert [notice for _, notice in told] == [b"p-a:2"]
-    assert received(connector) == ({"b", "c"}, {1, 2, 3})
+    assert received(connector) == ({"a", "b", "c"}, {1, 2, 3})
     assert [[claim.request_id for claim, _ in reads] for reads, *_ in judged.asked] == [["p-a"], ["p-b", "p-c"]]
     assert [notice for _, notice in told] == [b"p-a:2", b"p-c:2"]
     assert (connector._claims, connector._unjudged, connector._judgement) == ({}, [], None)
+
+
+def test_rows_that_may_still_come_change_no_later_judgement(connector: Any, judged: Judge) -> None:
+    """The next one has another table, and the old one is used again when nothing comes into it any more."""
+    worker, first = connector.connector_worker, connector._fetched
+    worker._logical_num_blocks, worker._registered_descs = 7, []
+    connector._agent.register_memory = lambda *args: "registered"
+    tables = []
+    for name, are_rows_late in (("a", True), ("b", True), ("c", False), ("d", False)):
+        judged.are_rows_late = are_rows_late
+        reads(connector, name, state="DONE")
+        assert received(connector)[0] == {name}
+        tables.append(judged.asked[-1][1])
+    assert tables[0] is first
+    assert len({id(table) for table in tables}) == 3, "two were late, so there are three"
+    assert tables[2] is tables[3]
+    assert len(worker._registered_descs) == 2
+    assert (len(connector._tables), connector._late) == (2, [])
+    judged.are_rows_late = True
+    reads(connector, "e", state="DONE")
+    assert received(connector)[0] == {"e"}
+    assert len(worker._registered_descs) == 2, "a free one was taken"
+
+
+def test_a_claim_that_comes_meanwhile_is_of_no_earlier_read(connector: Any, judged: Judge) -> None:
+    judged.is_late = True
+    reads(connector, "a", state="DONE", claimed=False)
+    reads(connector, "b", state="DONE")
+    assert received(connector) == (set(), set())
+    connector._claims["a"] = claim("a")
+    judged.is_late = False
+    assert received(connector) == ({"a", "b"}, {1, 2, 3})
+    assert connector.handoffs.refused == 1
 
 
 def test_a_peer_that_cannot_be_told_frees_its_blocks_by_itself(connector: Any) -> None:

@@ -26,6 +26,7 @@ from corun.node.kv.stamps import (
     PeerTable,
     Prefills,
     StampTable,
+    Transfers,
     Verdict,
     chained,
     compare,
@@ -351,7 +352,22 @@ def test_stamps_that_do_not_come_are_a_refusal(
     monkeypatch.setattr("corun.node.kv.stamps.FETCH_TIMEOUT_S", 0.02)
     agent = Broken(state)
     assert pair.judge(CLAIM, CLAIM, agent=agent) == [Verdict(reason)] * 2
+    assert agent.events == ["posted", "posted", *(["released"] * 2 if state != "PROC" else [])]
+
+
+def test_a_transfer_that_is_late_is_kept_until_it_has_ended() -> None:
+    """Released while it runs, it could still write its rows, over those of the next one."""
+    agent = Broken("PROC")
+    transfers = Transfers(agent, ["a", "b"], 0.0)
+    assert transfers.are_over(1.0)
+    assert [str(error) for error in transfers.end()] == ["the transfer did not end within 0 s"] * 2
+    assert transfers.are_late()
+    assert agent.events == ["posted", "posted"]
+    agent.state = "DONE"
+    assert not transfers.are_late()
     assert agent.events == ["posted", "posted", "released", "released"]
+    assert not transfers.are_late()
+    assert len(agent.events) == 4
 
 
 def test_nobody_waits_for_stamps_that_come_late(pair: Pair) -> None:

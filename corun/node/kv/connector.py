@@ -114,11 +114,15 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._block_size: int = vllm_config.cache_config.block_size
         self._has_both = vllm_config.kv_transfer_config.kv_role == "kv_both"
         """Whether this engine computes prompts and runs samples."""
-        self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
+        self._claims: dict[str, Claim] = {}  # request id -> the claim of a read that runs, or is to be judged
         self._unjudged: list[str] = []
-        """The requests whose reads are complete, and are to be judged when the judgement that runs has ended."""
-        self._judgement: tuple[list[str], Judgement] | None = None
-        """The judgement that runs, with its requests."""
+        """The requests whose reads are complete, for the next judgement."""
+        self._judgement: tuple[list[tuple[str, Claim | None]], Judgement] | None = None
+        """The judgement that runs, with its requests; those without a claim are refused."""
+        self._late: list[tuple[Transfers, StampTable | None]] = []
+        """The transfers that did not end in time, each with the table that nothing else may use meanwhile."""
+        self._tables: list[StampTable] = []
+        """The tables that are free for judgements."""
         self._copied: set[str] = set()
         """The requests whose KV has been copied from this engine's own since the last step ended."""
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
@@ -184,8 +188,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         if len(worker.kv_cache_config.kv_cache_groups) != 1:
             raise RuntimeError("this model cannot keep the contract: it keeps its KV in several groups")
         self.table = StampTable(worker._logical_num_blocks)
-        self._fetched = StampTable(worker._logical_num_blocks + 1)  # One is the spare row.
-        worker._registered_descs.extend(table.register(worker.nixl_wrapper) for table in (self.table, self._fetched))
+        worker._registered_descs.append(self.table.register(worker.nixl_wrapper))
+        self._fetched = self._another_table(worker.nixl_wrapper)
         super().register_kv_caches(kv_caches)
         self._regions = _regions(worker, kv_caches.values())
         self.watch(KvDigest(self._regions).of)
@@ -252,7 +256,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                 self.release(*names_in(read.remote.request_id))
                 continue
             worker._recving_metadata[name] = read
-            if self._judged(name, found.get(name, UNKNOWN)):
+            if self._judged(name, claims.get(name), found.get(name, UNKNOWN)):
                 self.release(*names_in(read.remote.request_id))
                 del worker._recving_metadata[name]
                 self._copied.add(name)
@@ -276,31 +280,50 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return judged
 
     def _judge(self) -> list[str]:
-        """Begin a judgement if none runs, and return the requests of the one that has ended now."""
-        patience_s = 0.0
+        """Begin a judgement if none runs, and return the requests of those that have ended now."""
+        ended = self._verdicts(0.0)
         if self._judgement is None and self._unjudged:
-            names, self._unjudged = self._unjudged, []
-            claims = [self._claims[name] for name in names if name in self._claims]
-            reads = [(claim, self._table_of(claim.engine_id)) for claim in claims]
-            self._judgement = names, Judgement(reads, self._fetched, self._digests, self._agent)
-            patience_s = PATIENCE_S
+            requests = [(name, self._claims.get(name)) for name in self._unjudged]
+            self._unjudged = []
+            reads = [(claim, self._table_of(claim.engine_id)) for _, claim in requests if claim]
+            self._judgement = requests, Judgement(reads, self._fetched, self._digests, self._agent)
+            ended += self._verdicts(PATIENCE_S)
+        if self._late:
+            self._free_tables()
+        return ended
+
+    def _verdicts(self, patience_s: float) -> list[str]:
+        """Return the requests of the judgement that runs, if it ends within `patience_s`; do what follows from it."""
         if self._judgement is None:
             return []
-        names, judgement = self._judgement
+        requests, judgement = self._judgement
         if (verdicts := judgement.verdicts(patience_s)) is None:
             return []
         self._judgement = None
+        if judgement.fetch.transfers.are_late():
+            self._late.append((judgement.fetch.transfers, self._fetched))
+            self._fetched = self._tables.pop() if self._tables else self._another_table(self._agent)
         of_claims = iter(verdicts)
-        for name in names:
-            claim = self._claims.get(name)
-            if self._judged(name, next(of_claims) if claim else UNKNOWN) and claim:
+        for name, claim in requests:
+            if self._judged(name, claim, next(of_claims) if claim else UNKNOWN) and claim:
                 self._thank(claim)
-        return names
+        return [name for name, _ in requests]
 
-    def _judged(self, name: str, verdict: Verdict) -> bool:
+    def _another_table(self, agent: Any) -> StampTable:
+        """Return a new table for the stamps of peers' blocks, with a spare row for `warm`."""
+        made = StampTable(self.connector_worker._logical_num_blocks + 1)
+        self.connector_worker._registered_descs.append(made.register(agent))
+        return made
+
+    def _free_tables(self) -> None:
+        """Let tables be used again into which nothing comes any more."""
+        late = [(transfers, table, transfers.are_late()) for transfers, table in self._late]
+        self._late = [(transfers, table) for transfers, table, is_late in late if is_late]
+        self._tables.extend(table for _, table, is_late in late if table is not None and not is_late)
+
+    def _judged(self, name: str, claim: Claim | None, verdict: Verdict) -> bool:
         """Count a read that is complete, and return whether its KV may be used; if not, its blocks are marked as not
         loaded."""
-        claim = self._claims.get(name)
         self.handoffs.checked += verdict.checked
         if verdict.refusal:
             self.handoffs.refused += 1
@@ -482,9 +505,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             read = Transfers(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
             read.are_over(WARM_TIMEOUT_S)
             (result,) = read.end()
+            self._late.append((read, None))  # Nobody looks at the null block, nor at the spare row.
             if result is None:
                 wanted: Any = [(self._table_of(engine_id), (0,))]
-                rows = self._fetched.fetch(agent, wanted, WARM_TIMEOUT_S, spare=True).rows(WARM_TIMEOUT_S)
+                fetch = self._fetched.fetch(agent, wanted, WARM_TIMEOUT_S, spare=True)
+                rows = fetch.rows(WARM_TIMEOUT_S)
+                self._late.append((fetch.transfers, None))
                 assert rows is not None, "its time is over"
                 (result,) = rows
         except Exception as error:  # NIXL's errors share no base class.
@@ -517,7 +543,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         call again."""
         worker = self.connector_worker
         reads = itertools.chain(*worker._recving_transfers.values())
-        if any(read.running for read in reads) or worker._handshake_futures:
+        if any(read.running for read in reads) or worker._handshake_futures or self._judgement:
             return False
         if mappings := ucx_mappings.of_this_process():
             mappings.drop(pids)

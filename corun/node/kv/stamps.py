@@ -88,8 +88,8 @@ class StampTable:
     ) -> Fetch:
         """Begin to fetch rows of several peers' tables, or parts of tables, as they are now.
 
-        All parts share the time. No other fetch may run, unless one of both is of a single row into the `spare` one of
-        ours, which is the last.
+        All parts share the time. No other fetch into this table may run, not even a late one (`Transfers`), unless one
+        of both is of a single row into the `spare` one of ours, which is the last.
         """
         begun: list[tuple[Any, list[int]] | Exception] = []
         at, end = (len(self.rows) - 1, len(self.rows)) if spare else (0, len(self.rows) - 1)
@@ -162,11 +162,16 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Transfers:
-    """Transfers that run at the same time, with one deadline."""
+    """Transfers that run at the same time, with one deadline.
+
+    One that does not end in time may still write into memory, also after it was released (seen with NIXL 1.5.1 over
+    TCP). So it is kept until it has ended.
+    """
 
     def __init__(self, agent: Any, handles: Sequence[Any], timeout_s: float) -> None:
         """Start all of them."""
         self._agent, self._handles, self._timeout_s = agent, handles, timeout_s
+        self._late: list[Any] = []
         self._deadline = time.monotonic() + timeout_s
         self._states = [_ask(agent.transfer, handle) for handle in handles]
 
@@ -185,19 +190,33 @@ class Transfers:
         return "PROC" in self._states
 
     def end(self) -> list[Exception | None]:
-        """Release the transfers. Return for each None, or its error if it failed or did not end in time."""
+        """Return for each None, or its error if it failed or did not end in time. Release those that have ended."""
         errors: list[Exception | None] = []
         for handle, state in zip(self._handles, self._states, strict=True):
-            raised = [
-                one for one in (state, _ask(self._agent.release_xfer_handle, handle)) if isinstance(one, Exception)
-            ]
             if state == "PROC":
+                self._late.append(handle)
                 errors.append(TimeoutError(f"the transfer did not end within {self._timeout_s:g} s"))
-            elif raised:
+                continue
+            raised = [one for one in (state, self._release(handle)) if isinstance(one, Exception)]
+            if raised:
                 errors.append(raised[0])
             else:
                 errors.append(None if state == "DONE" else RuntimeError(f"the transfer ended as {state}"))
         return errors
+
+    def are_late(self) -> bool:
+        """Return whether any still runs after `end`. Release those that have ended since."""
+        running = []
+        for handle in self._late:
+            if _ask(self._agent.check_xfer_state, handle) == "PROC":
+                running.append(handle)
+            else:
+                self._release(handle)
+        self._late = running
+        return bool(running)
+
+    def _release(self, handle: Any) -> Any:
+        return _ask(self._agent.release_xfer_handle, handle)
 
 
 class Fetch:
@@ -209,7 +228,7 @@ class Fetch:
         """Start the transfers. begun: for each part its transfer, and which of our rows get its rows; or an error."""
         self._table, self._begun = table, begun
         handles = [one[0] for one in begun if not isinstance(one, Exception)]
-        self._transfers = Transfers(agent, handles, timeout_s)
+        self.transfers = Transfers(agent, handles, timeout_s)
 
     def rows(self, patience_s: float) -> list[Rows | Exception] | None:
         """Return the rows, [len(blocks), 2] for each part; None if not all have come within `patience_s`. Do not ask
@@ -218,9 +237,9 @@ class Fetch:
         If rows did not arrive, the error stands in their place: TimeoutError, RuntimeError if the transfer failed, or
         ValueError if the peer has no such block.
         """
-        if not self._transfers.are_over(patience_s):
+        if not self.transfers.are_over(patience_s):
             return None
-        errors = iter(self._transfers.end())
+        errors = iter(self.transfers.end())
         return [one if isinstance(one, Exception) else next(errors) or self._table.rows[one[1]] for one in self._begun]
 
 
@@ -350,11 +369,11 @@ class Judgement:
         """
         self._reads, self._digests = reads, digests
         wanted = [(peer, claim.theirs) for claim, peer in reads if peer and len(claim.theirs) == len(claim.ours)]
-        self._fetch = table.fetch(agent, wanted, FETCH_TIMEOUT_S)
+        self.fetch = table.fetch(agent, wanted, FETCH_TIMEOUT_S)
 
     def verdicts(self, patience_s: float) -> list[Verdict] | None:
         """Return the verdicts; None if the rows have not come within `patience_s`."""
-        if (fetched := self._fetch.rows(patience_s)) is None:
+        if (fetched := self.fetch.rows(patience_s)) is None:
             return None
         parts = iter(fetched)
         found: list[tuple[Claim, Rows | str]] = []
