@@ -335,8 +335,8 @@ def take_rows_tokens(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
     monkeypatch.setattr(cls, "_mamba_block_aligned_split", lambda self, request, tokens, *_: tokens)
 
 
-def take_any_slot(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(cls, "decoding", lambda self: 0 if self._takes_rows else self.slots)
+def check_no_slots(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
+    """Let steps have more rows than slots."""
     check = cls._check_step
 
     def unchecked(self: Any, *step: Any) -> None:
@@ -345,6 +345,11 @@ def take_any_slot(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> Non
         self.slots = slots
 
     monkeypatch.setattr(cls, "_check_step", unchecked)
+
+
+def take_any_slot(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "decoding", lambda self: 0 if self._takes_rows else self.slots)
+    check_no_slots(monkeypatch, cls)
 
 
 def never_yield(name: str, value: bool) -> Break:
@@ -376,14 +381,7 @@ def begin_anyway(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None
         return chosen
 
     monkeypatch.setattr(cls, "admissible", marked)
-    check = cls._check_step
-
-    def unchecked(self: Any, *step: Any) -> None:
-        slots, self.slots = self.slots, PLENTY
-        check(self, *step)
-        self.slots = slots
-
-    monkeypatch.setattr(cls, "_check_step", unchecked)
+    check_no_slots(monkeypatch, cls)
 
 
 def trust_copies(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
