@@ -8,6 +8,7 @@ is done about a stuck engine.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import multiprocessing
 import os
@@ -98,12 +99,14 @@ class Pulse:
         await self._told(stuck)
 
 
+@functools.cache
 def end_with_parent() -> None:
     """End this process, from now on, as soon as its parent process has ended. Do nothing if `multiprocessing` did not
-    start this process.
+    start this process, or if this was called before.
 
-    A killed node cannot end its engine, which would keep memory and a device. vLLM's workers watch this process, but it
-    does not watch the node.
+    A killed node cannot end its engine, which would keep memory and a device. vLLM's core does not watch the node. Its
+    workers watch the core, but their way out may hang: two of their threads shut the same queue down at the same time,
+    and one was seen in zmq's `send` for good (shm_broadcast.py: `SpinCondition.cancel`).
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -111,7 +114,7 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         parent.join()
-        log.error("the node's process has ended, and so does its engine")
+        log.error("the parent process has ended, and so does this part of a node's engine")
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

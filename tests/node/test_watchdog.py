@@ -153,6 +153,7 @@ from corun.node.watchdog import end_with_parent
 def child():
     if sys.argv[1] == "True":
         end_with_parent()
+        end_with_parent()
     print(os.getpid(), flush=True)
     time.sleep(120)
 

@@ -72,6 +72,20 @@ def test_parts_are_all_rows_in_order(worker: Any, torch: Any, monkeypatch: pytes
     assert torch.equal(torch.cat(parts), rows)
 
 
+def test_a_worker_ends_with_the_core_of_its_engine(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It watches from the first moment on, and not by vLLM's own way, which may hang."""
+    began: list[str] = []
+    monkeypatch.setattr(worker, "end_with_parent", lambda: began.append("watches"))
+    monkeypatch.setattr(worker.pin, "set_switches", lambda *args: began.append("switches"))
+    monkeypatch.setattr(worker.PlatformWorker, "init_device", lambda self: began.append("device"))
+    for name in ("nap_instead", "poll_with_timeout"):
+        monkeypatch.setattr(worker.busy_wait, name, lambda: None)
+    made = object.__new__(worker.NodeWorker)
+    made.parallel_config = SimpleNamespace(world_size=2)
+    made.init_device()
+    assert began == ["watches", "switches", "device"]
+
+
 def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
     worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

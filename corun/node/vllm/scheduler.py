@@ -55,7 +55,7 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
             kv_cache_config = ZeroedKVCacheConfig(**vars(kv_cache_config))
             busy_wait.nap_instead()
         super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
-        # The scheduler is the only code of ours that runs in the engine's first process.
+        # The scheduler is the only code of ours that always runs in the engine's first process.
         end_with_parent()
         sys.setswitchinterval(SWITCH_S)
 

@@ -28,6 +28,7 @@ from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
 from corun.node.vllm import attention, pin
+from corun.node.watchdog import end_with_parent
 from corun.node.workarounds import busy_wait
 from corun.observe import stages
 
@@ -72,6 +73,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     """Why attention cannot be made to cut KV as it should; empty if it can."""
 
     def init_device(self) -> None:
+        end_with_parent()
         pin.set_switches(torch.backends, current_platform.device_type)
         if current_platform.is_cpu():
             busy_wait.nap_instead()
