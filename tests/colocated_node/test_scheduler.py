@@ -208,7 +208,7 @@ def test_with_it_rows_ride_in_every_step_and_take_no_tokens_from_prompts(
 def test_a_sample_of_an_own_prompt_begins_in_the_step_that_copies_its_kv(
     stepping: ModuleType, platform: Platform
 ) -> None:
-    """Of a peer's prompt, it begins when the result of the step that read is there."""
+    """With a peer's prompt, it begins when the result of the step that read is there."""
     later = 1 + platform.async_scheduling
     for own, steps in ((True, 0), (False, later)):
         ops = (Run(2), sample(33, 3, own=own))

@@ -88,7 +88,7 @@ def connector(module: ModuleType, judged: Judge) -> Any:
     made._unjudged, made._judgement, made._late, made._tables = [], None, [], []
     made.expired, made._block_size = 0, 16
     made.handoffs = module.Handoffs()
-    made.table, made._fetched = StampTable(8), StampTable(8)
+    made.table, made._fetched, made._warmed = StampTable(8), StampTable(8), StampTable(1)
     made.watch(lambda blocks: np.array([5] * len(blocks), np.uint64))
     return made
 
@@ -325,11 +325,11 @@ def test_a_first_read_takes_the_null_block_and_then_its_stamp(connector: Any, st
     fetched: list[Any] = []
     transfers = SimpleNamespace(are_late=lambda: False)
     no_stamp = SimpleNamespace(rows=lambda patience_s: [TimeoutError("no stamp")], transfers=transfers)
-    connector._fetched.fetch = lambda *args, spare: fetched.append((args[1], spare)) or no_stamp
+    connector._warmed.fetch = lambda *args: fetched.append(args[1]) or no_stamp
     assert connector.warm("p0") == ("no stamp" if state == "DONE" else "the transfer ended as ERR")
     assert agent.made == [("READ", 1, [([0],), 1], 2, [([0, 1],), 64], b"")]
     peer = PeerTable(agent="agent of p0", address=4096, num_blocks=32)
-    assert fetched == ([([(peer, (0,))], True)] if state == "DONE" else [])
+    assert fetched == ([[(peer, (0,))]] if state == "DONE" else [])
     assert connector.warm("unknown") != "", "an error on the way is an answer, too"
 
 
@@ -404,7 +404,7 @@ def test_no_step_waits_for_a_judgement(connector: Any, judged: Judge) -> None:
 def test_rows_that_may_still_come_change_no_later_judgement(connector: Any, judged: Judge) -> None:
     """The next one has another table, and the old one is used again when nothing comes into it any more."""
     worker, first = connector.connector_worker, connector._fetched
-    worker._logical_num_blocks, worker._registered_descs = 7, []
+    worker._registered_descs = []
     connector._agent.register_memory = lambda *args: "registered"
     tables = []
     for name, are_rows_late in (("a", True), ("b", True), ("c", False), ("d", False)):

@@ -173,7 +173,7 @@ class Pair:
         from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
 
         logging.getLogger("nixl").setLevel(logging.ERROR)
-        self.writer, self.reader = StampTable(64), StampTable(33)  # One is the spare row.
+        self.writer, self.reader = StampTable(64), StampTable(32)
         self.agents = [nixl_agent(name, nixl_agent_config()) for name in ("writer", "reader")]
         tables = zip((self.writer, self.reader), self.agents, strict=True)
         self.memory = [table.register(agent) for table, agent in tables]
@@ -371,14 +371,17 @@ def test_a_transfer_that_is_late_is_kept_until_it_has_ended() -> None:
 
 
 def test_nobody_waits_for_stamps_that_come_late(pair: Pair) -> None:
-    """While they are on the way, another row can be fetched, and then they are compared as they came."""
+    """While they are on the way, a row can be fetched into another table, and then they are compared as they came."""
     pair.writer.own([8, 9, 2], of(B, 3))
     agent = Broken("PROC")
     judgement = Judgement([(CLAIM, pair.peer)], pair.reader, nines, agent)
     assert [judgement.verdicts(0.0), judgement.verdicts(0.001)] == [None, None]
     assert agent.events == ["posted"]
     pair.reader.own(range(3), of(B, 3))  # As the transfer would.
-    first = pair.reader.fetch(pair.agents[1], [(pair.peer, (8,))], 5.0, spare=True).rows(5.0)
+    other = StampTable(1)
+    memory = other.register(pair.agents[1])
+    first = other.fetch(pair.agents[1], [(pair.peer, (8,))], 5.0).rows(5.0)
+    pair.agents[1].deregister_memory(memory)
     assert first is not None
     assert not isinstance(first[0], Exception)
     assert first[0].tolist() == [[B, 0]]

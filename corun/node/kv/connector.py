@@ -189,7 +189,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             raise RuntimeError("this model cannot keep the contract: it keeps its KV in several groups")
         self.table = StampTable(worker._logical_num_blocks)
         worker._registered_descs.append(self.table.register(worker.nixl_wrapper))
-        self._fetched = self._another_table(worker.nixl_wrapper)
+        self._fetched = self._another_table(worker.nixl_wrapper, worker._logical_num_blocks)
+        self._warmed = self._another_table(worker.nixl_wrapper, 1)
         super().register_kv_caches(kv_caches)
         self._regions = _regions(worker, kv_caches.values())
         self.watch(KvDigest(self._regions).of)
@@ -302,16 +303,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._judgement = None
         if judgement.fetch.transfers.are_late():
             self._late.append((judgement.fetch.transfers, self._fetched))
-            self._fetched = self._tables.pop() if self._tables else self._another_table(self._agent)
+            self._fetched = (
+                self._tables.pop() if self._tables else self._another_table(self._agent, len(self._fetched.rows))
+            )
         of_claims = iter(verdicts)
         for name, claim in requests:
             if self._judged(name, claim, next(of_claims) if claim else UNKNOWN) and claim:
                 self._thank(claim)
         return [name for name, _ in requests]
 
-    def _another_table(self, agent: Any) -> StampTable:
-        """Return a new table for the stamps of peers' blocks, with a spare row for `warm`."""
-        made = StampTable(self.connector_worker._logical_num_blocks + 1)
+    def _another_table(self, agent: Any, num_blocks: int) -> StampTable:
+        """Return a new table for the stamps of peers' blocks."""
+        made = StampTable(num_blocks)
         self.connector_worker._registered_descs.append(made.register(agent))
         return made
 
@@ -505,10 +508,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             read = Transfers(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
             read.are_over(WARM_TIMEOUT_S)
             (result,) = read.end()
-            self._late.append((read, None))  # Nobody looks at the null block, nor at the spare row.
+            self._late.append((read, None))  # Nobody looks at what comes late, nor at that row.
             if result is None:
                 wanted: Any = [(self._table_of(engine_id), (0,))]
-                fetch = self._fetched.fetch(agent, wanted, WARM_TIMEOUT_S, spare=True)
+                fetch = self._warmed.fetch(agent, wanted, WARM_TIMEOUT_S)
                 rows = fetch.rows(WARM_TIMEOUT_S)
                 self._late.append((fetch.transfers, None))
                 assert rows is not None, "its time is over"

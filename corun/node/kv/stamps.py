@@ -83,21 +83,17 @@ class StampTable:
         """Write the digests of the blocks' contents."""
         self.rows[list(blocks), DIGEST] = digests
 
-    def fetch(
-        self, agent: Any, wanted: Sequence[tuple[PeerTable, Sequence[int]]], timeout_s: float, *, spare: bool = False
-    ) -> Fetch:
+    def fetch(self, agent: Any, wanted: Sequence[tuple[PeerTable, Sequence[int]]], timeout_s: float) -> Fetch:
         """Begin to fetch rows of several peers' tables, or parts of tables, as they are now.
 
-        All parts share the time. No other fetch into this table may run, not even a late one (`Transfers`), unless one
-        of both is of a single row into the `spare` one of ours, which is the last.
+        All parts share the time. No other fetch into this table may run, not even a late one (`Transfers`).
         """
         begun: list[tuple[Any, list[int]] | Exception] = []
-        at, end = (len(self.rows) - 1, len(self.rows)) if spare else (0, len(self.rows) - 1)
-        later = sum(len(blocks) for _, blocks in wanted)
+        at, later = 0, sum(len(blocks) for _, blocks in wanted)
         for peer, blocks in wanted:
             later -= len(blocks)
             try:
-                handle, places, at = self._begin(agent, peer, blocks, at, room=end - at - later)
+                handle, places, at = self._begin(agent, peer, blocks, at, room=len(self.rows) - at - later)
                 begun.append((handle, places))
             except Exception as error:  # NIXL's errors share no base class.
                 begun.append(error)
@@ -178,11 +174,11 @@ class Transfers:
     def are_over(self, patience_s: float) -> bool:
         """Return whether all have ended, or should have, and wait for that for at most `patience_s`."""
         until = min(time.monotonic() + patience_s, self._deadline)
-        while self._runs() and time.monotonic() <= until:
+        while (run := self._run()) and time.monotonic() <= until:
             time.sleep(POLL_S)
-        return not self._runs() or time.monotonic() > self._deadline
+        return not run or time.monotonic() > self._deadline
 
-    def _runs(self) -> bool:
+    def _run(self) -> bool:
         """Ask for the states of those that still run, and return whether any does."""
         for i, handle in enumerate(self._handles):
             if self._states[i] == "PROC":
