@@ -66,7 +66,8 @@ class Engine:
         self._answers: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
         context = zmq.asyncio.Context.instance()
-        self._commands, self._events = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        self._commands: Any = context.socket(zmq.PUSH)  # pyzmq's types give its poll no arguments.
+        self._events = context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.LINGER, 0)
         self._commands.setsockopt(zmq.SNDHWM, 0)
         self._events.setsockopt(zmq.RCVHWM, 0)
@@ -82,11 +83,14 @@ class Engine:
             raise UnavailableError(f"{self._dead}\n{self._processes.log(self.name)[-TAIL:]}")
 
     async def ready(self, deadline: float) -> None:
-        """Wait until the engine is ready.
+        """Wait until the engine is ready, and listens.
 
+        Its two connections come up apart: it may say that it is ready while nothing can be sent to it yet.
         Raises UnavailableError, with the end of its log, if it does not start; DeadlineError if it is not in time.
         """
         self.facts = await self._answer("ready", deadline)
+        if not await self._commands.poll(1000 * ANSWER_S, zmq.POLLOUT):
+            raise DeadlineError(f"{self.name} is ready and does not listen")
         self._processes.note(self.name)
 
     async def forget(self) -> None:

@@ -26,9 +26,14 @@ def main() -> None:
         time.sleep(1)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(commands)
     outbox.connect(events)
-    tell(outbox, "ready", {"vocab_size": 9})
+    if does == "answers late":
+        tell(outbox, "ready", {"vocab_size": 9})
+        time.sleep(0.3)
+        inbox.connect(commands)
+    else:
+        inbox.connect(commands)
+        tell(outbox, "ready", {"vocab_size": 9})
     while (command := msgspec.msgpack.decode(inbox.recv()))[0] != "stop":
         if command[0] == "forget":
             tell(outbox, "forgot", True)
@@ -42,7 +47,7 @@ def start(does: str, outbox: Any, command: list[Any]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif does == "dies":
         tell(outbox, "died", "the engine's output loop ended")
-    elif does == "answers":
+    elif does.startswith("answers"):
         count = command[3]["max_tokens"]
         tell(outbox, "step", [(command[1], [7] * count, [-1.0] * count, "length", None)])
 
