@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from tests.machine import STRIDE, command_line, free_port
 
 
 def test_a_process_that_has_ended_has_no_command_line() -> None:
-    assert sys.executable in command_line(os.getpid())
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert command_line(ended.pid) == ""
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert command_line(waiting.pid) == f"{sys.executable} -c input() "
+    waiting.communicate(b"\n")
+    assert command_line(waiting.pid) == ""
 
 
 def test_a_port_is_given_once_and_never_one_in_use() -> None:

@@ -4,10 +4,8 @@ an agent behind it."""
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,25 +16,13 @@ import pytest
 import zmq
 
 from corun.node.kv.handshake import UNDER_WAY
+from corun.node.kv.judging import Claim
 from corun.node.kv.paced_reads import Read
-from corun.node.kv.stamps import Claim, Owned, PeerTable, StampTable, Verdict
+from corun.node.kv.stamps import Owned, PeerTable
 from tests.loading import load
+from tests.node.worker_half import FOREVER, STAMPS, Judgements, stamps
 
-FOREVER = 10.0**9
 PEER = ("p0", "127.0.0.1", 7000, 2, (4096, 8192))
-STAMPS = np.array([77, 78, 79], np.uint64).tobytes()
-
-
-@pytest.fixture(scope="module")
-def module() -> ModuleType:
-    return load("corun.node.kv.connector")
-
-
-@pytest.fixture
-def judged(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Judge:
-    judge = Judge()
-    monkeypatch.setattr(module, "Judgement", judge)
-    return judge
 
 
 def test_handshakes_are_answered_at_the_nodes_own_port(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,93 +36,6 @@ def test_handshakes_are_answered_at_the_nodes_own_port(module: ModuleType, monke
         made = module.CorunNixlConnector(config, None, None)
         assert made.connector_scheduler is scheduler
         assert scheduler is None or scheduler.side_channel_port == 7001
-
-
-@pytest.fixture
-def connector(module: ModuleType, judged: Judge) -> Any:
-    """A connector whose worker holds the KV of "a", "b" and "c", and has an inbox instead of a NIXL agent."""
-    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker")
-    # No agent is made, so there is none to end.
-    cls = type("Worker", (nixl.NixlPullConnectorWorker,), {"__del__": lambda self: None})
-    worker: Any = object.__new__(cls)
-    worker.inbox = []
-    worker.nixl_wrapper = Agent(worker.inbox)
-    info = SimpleNamespace(remote_physical_blocks_per_logical=2, remote_block_size=16)
-    worker.transfer_topo = SimpleNamespace(
-        tp_ratio=lambda size: 1, get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
-    )
-    worker.xfer_stats = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats").NixlKVConnectorStats()
-    worker.engine_id, worker.world_size, worker.tp_rank = "self", 2, 1
-    worker.use_mla = worker.enable_heterogeneous_attn_post_process = worker._has_mamba = worker.use_host_buffer = False
-    worker._is_hma_required = worker.enable_permute_local_kv = False
-    worker.dst_num_blocks = {"p0": 64}
-    worker._recving_metadata, worker._handshake_futures = {}, {}
-    worker._engine_last_active, worker._engine_clock_offset = {}, {}
-    worker._invalid_block_ids, worker._failed_recv_reqs = queue.Queue(), queue.Queue()
-    worker.consumer_notification_counts_by_req, worker._recving_transfers = defaultdict(int), defaultdict(list)
-    worker._lease_extension = 30
-    worker._reqs_to_send, worker._reqs_to_process = dict.fromkeys("abc", FOREVER), set("abc")
-    worker._remote_agents = defaultdict(dict)
-    worker._handshake_lock = threading.RLock()
-    worker._evict_stale_engines = lambda: None
-    made = object.__new__(module.CorunNixlConnector)
-    made.connector_worker = worker
-    made.failures = []
-    worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
-    made._said, made._released, made._readers, made._handshakes, made._claims, made._stamps = {}, {}, {}, {}, {}, {}
-    made._copied, made._regions = set(), []
-    made._unjudged, made._judgement, made._late, made._tables = [], None, [], []
-    made.expired, made._block_size = 0, 16
-    made.handoffs = module.Handoffs()
-    made.table, made._fetched, made._warmed = StampTable(8), StampTable(8), StampTable(1)
-    made.watch(lambda blocks: np.array([5] * len(blocks), np.uint64))
-    return made
-
-
-class Agent:
-    """A NIXL agent whose transfers, named by a test, are in the state that the test says."""
-
-    def __init__(self, inbox: list[bytes]) -> None:
-        self.states: dict[str, str] = {}
-        self.made: list[tuple[Any, ...]] = []
-        self.told: list[tuple[str, bytes]] = []
-        self._inbox = inbox
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        return {"peer": [self._inbox.pop() for _ in self._inbox[:]]}
-
-    def make_prepped_xfer(self, *args: Any, notif_msg: bytes = b"") -> str:
-        self.made.append((*args, notif_msg))
-        return "transfer"
-
-    def check_xfer_state(self, handle: str) -> str:
-        return self.states[handle]
-
-    def get_xfer_telemetry(self, handle: str) -> Any:
-        return SimpleNamespace(postDuration=1, xferDuration=1, totalBytes=1, descCount=1)
-
-    def release_xfer_handle(self, handle: str) -> None:
-        del self.states[handle]
-
-    def send_notif(self, agent: str, notif_msg: bytes) -> None:
-        self.told.append((agent, notif_msg))
-
-
-class Judge:
-    """Judges as a test says, and when; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.refusals: dict[str, str] = {}
-        self.asked: list[tuple[Any, ...]] = []
-        self.is_late = self.are_rows_late = False
-        """Whether the verdicts have not come; and whether some rows of a judgement that has ended may still come."""
-
-    def __call__(self, reads: list[tuple[Claim, Any]], *where: Any) -> Any:
-        self.asked.append((reads, *where))
-        found = [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim, _ in reads]
-        transfers = SimpleNamespace(are_late=lambda: self.are_rows_late)
-        fetch = SimpleNamespace(transfers=transfers)
-        return SimpleNamespace(verdicts=lambda patience_s: None if self.is_late else found, fetch=fetch)
 
 
 def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = True) -> None:
@@ -155,10 +54,6 @@ def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = Tru
 
 def claim(name: str) -> Claim:
     return Claim(stamps=STAMPS, first=0, engine_id="p0", request_id=f"p-{name}", theirs=(4, 5, 6), ours=(1, 2, 3))
-
-
-def stamps(*values: int) -> bytes:
-    return np.array(values, np.uint64).tobytes()
 
 
 def expired(connector: Any) -> list[Any]:
@@ -339,7 +234,7 @@ def received(connector: Any) -> tuple[set[str], set[int]]:
     return finished, connector.get_block_ids_with_load_errors()
 
 
-def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: Any, judged: Judge) -> None:
+def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: Any, judged: Judgements) -> None:
     """Told earlier, by the transfer itself, the peer could give the blocks to another prompt before they are judged."""
     vllms, agent = connector.connector_worker.nixl_wrapper, connector._agent
     agent.transfer = lambda handle: "PROC"
@@ -353,12 +248,13 @@ def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: A
     connector._stamps["p0"] = 4096
     assert received(connector) == ({"a"}, set())
     peer = PeerTable(agent="agent of p0", address=4096, num_blocks=32)
-    assert judged.asked == [([(claim("a"), peer)], connector._fetched, connector._digests, agent)]
+    ((read, _, digests, given),) = judged.asked
+    assert (read, digests, given) == ([(claim("a"), peer)], connector._digests, agent)
     assert agent.told == [("agent of p0", b"p-a:2")]
     assert (connector.handoffs.checked, connector.handoffs.refused, connector._claims) == (1, 0, {})
 
 
-def test_a_refused_read_fails_its_own_request_only(connector: Any, judged: Judge) -> None:
+def test_a_refused_read_fails_its_own_request_only(connector: Any, judged: Judgements) -> None:
     judged.refusals = {"p-b": "block 0 of 3 is not this prompt's"}
     for name in "abc":
         reads(connector, name, state="DONE")
@@ -374,7 +270,7 @@ def test_a_refused_read_fails_its_own_request_only(connector: Any, judged: Judge
 
 @pytest.mark.parametrize(("state", "claimed", "refused"), [("DONE", False, 1), ("ERR", True, 0)])
 def test_what_failed_or_was_never_claimed_is_not_judged(
-    connector: Any, judged: Judge, state: str, claimed: bool, refused: int
+    connector: Any, judged: Judgements, state: str, claimed: bool, refused: int
 ) -> None:
     """It is not used either."""
     reads(connector, "a", state=state, claimed=claimed)
@@ -383,7 +279,7 @@ def test_what_failed_or_was_never_claimed_is_not_judged(
     assert connector.handoffs.refused == refused
 
 
-def test_no_step_waits_for_a_judgement(connector: Any, judged: Judge) -> None:
+def test_no_step_waits_for_a_judgement(connector: Any, judged: Judgements) -> None:
     """Reads that end meanwhile are judged by the next one. A read that failed is told at once."""
     judged.is_late, judged.refusals = True, {"p-b": "block 0 of 3 is not this prompt's"}
     told = connector.connector_worker.nixl_wrapper.told
@@ -398,32 +294,11 @@ def test_no_step_waits_for_a_judgement(connector: Any, judged: Judge) -> None:
     assert received(connector) == ({"a", "b", "c"}, {1, 2, 3})
     assert [[claim.request_id for claim, _ in reads] for reads, *_ in judged.asked] == [["p-a"], ["p-b", "p-c"]]
     assert [notice for _, notice in told] == [b"p-a:2", b"p-c:2"]
-    assert (connector._claims, connector._unjudged, connector._judgement) == ({}, [], None)
+    assert connector._claims == {}
+    assert not connector._judge.is_at_work
 
 
-def test_rows_that_may_still_come_change_no_later_judgement(connector: Any, judged: Judge) -> None:
-    """The next one has another table, and the old one is used again when nothing comes into it any more."""
-    worker, first = connector.connector_worker, connector._fetched
-    worker._registered_descs = []
-    connector._agent.register_memory = lambda *args: "registered"
-    tables = []
-    for name, are_rows_late in (("a", True), ("b", True), ("c", False), ("d", False)):
-        judged.are_rows_late = are_rows_late
-        reads(connector, name, state="DONE")
-        assert received(connector)[0] == {name}
-        tables.append(judged.asked[-1][1])
-    assert tables[0] is first
-    assert len({id(table) for table in tables}) == 3, "two were late, so there are three"
-    assert tables[2] is tables[3]
-    assert len(worker._registered_descs) == 2
-    assert (len(connector._tables), connector._late) == (2, [])
-    judged.are_rows_late = True
-    reads(connector, "e", state="DONE")
-    assert received(connector)[0] == {"e"}
-    assert len(worker._registered_descs) == 2, "a free one was taken"
-
-
-def test_a_claim_that_comes_meanwhile_is_of_no_earlier_read(connector: Any, judged: Judge) -> None:
+def test_a_claim_that_comes_meanwhile_is_of_no_earlier_read(connector: Any, judged: Judgements) -> None:
     judged.is_late = True
     reads(connector, "a", state="DONE", claimed=False)
     reads(connector, "b", state="DONE")
@@ -547,179 +422,3 @@ def test_memory_of_the_dead_is_let_go_between_reads_only(connector: Any, module:
     assert not dropped
     assert connector.unmap([7])
     assert dropped == [[7]]
-
-
-# A colocated node: samples read from prompts of the same engine.
-
-WORDS = 6
-
-
-@pytest.fixture
-def own(connector: Any) -> Any:
-    """A connector of a colocated node. The blocks of "a", 4, 6 and 5, are stamped, and block b of a region holds b and
-    the number of its region."""
-    torch, digest = load("torch"), load("corun.node.kv.digest")
-    numbers = torch.arange(8, dtype=torch.int32)[:, None].expand(8, WORDS)
-    connector._regions = [numbers + 100 * layer for layer in (1, 2)]
-    connector._digests = digest.KvDigest(connector._regions).of
-    connector.table.own((4, 6, 5), STAMPS)
-    connector.seen = []
-    connector.connector_worker.start_load_kv = connector.seen.append
-    return connector
-
-
-def step(module: ModuleType, connector: Any, **orders: Any) -> Any:
-    """Run a step of the worker with these orders, up to its forward pass, and return the orders that vLLM gets."""
-    meta = module.HandoffMetadata()
-    vars(meta).update(orders)
-    connector._connector_metadata = meta
-    connector.handle_preemptions(meta)
-    connector.start_load_kv(None)
-    return connector.seen[-1]
-
-
-def sample(ours: list[int], *, name: str = "a", engine_id: str = "self", theirs: list[int] | None = None) -> Any:
-    """A sample's order to read three blocks of a prompt, or the last ones."""
-    remote = SimpleNamespace(
-        block_ids=([4, 6, 5] if theirs is None else theirs,), engine_id=engine_id, request_id=name, host="h", port=1
-    )
-    return SimpleNamespace(remote=remote, local_block_ids=(ours,) if ours else [])
-
-
-def blocks(connector: Any) -> list[list[int]]:
-    """What each region's blocks hold, one number each; all words of a block are equal."""
-    assert all((region == region[:, :1]).all() for region in connector._regions)
-    return [region[:, 0].tolist() for region in connector._regions]
-
-
-def test_kv_of_the_engines_own_prompts_is_copied_in_the_step_that_orders_it(own: Any, module: ModuleType) -> None:
-    """Every layer, and nothing else. vLLM would connect to itself, so it gets no order; the reader is done at once."""
-    before = blocks(own)
-    given = step(module, own, reqs_to_recv={"s": sample([1, 7, 2])}, stamps={"s": STAMPS})
-    assert given.reqs_to_recv == {}
-    moved = [[0, 4, 5, 3, 4, 5, 6, 6], [0, 4, 5, 3, 4, 5, 6, 6]]
-    assert blocks(own) == [[100 * layer + block for block in held] for layer, held in enumerate(moved, start=1)]
-    assert blocks(own) != before
-    assert own.get_finished(set()) == ({"a"}, {"s"}), "and the prompt, which has no other reader, is let go"
-    assert own.get_finished(set()) == (set(), set())
-    assert own.get_block_ids_with_load_errors() == set()
-    assert (own._claims, own.connector_worker._recving_metadata, own._agent.told) == ({}, {}, [])
-    assert (own.handoffs.prompt_tokens, own.handoffs.refused, own.handoffs.checked) == (48, 0, 0)
-
-
-def test_reads_from_peers_go_to_vllm_as_before(own: Any, module: ModuleType) -> None:
-    theirs = sample([3], engine_id="p0", theirs=[7])
-    given = step(module, own, reqs_to_recv={"s": sample([1, 7, 2]), "t": theirs}, stamps={"s": STAMPS, "t": stamps(5)})
-    assert given.reqs_to_recv == {"t": theirs}
-    assert set(own._claims) == {"s", "t"}
-    assert own.get_finished(set())[1] == {"s"}
-    assert set(own._claims) == {"t"}
-
-
-def test_only_the_blocks_that_a_sample_has_not_are_copied(own: Any, module: ModuleType) -> None:
-    step(module, own, reqs_to_recv={"s": sample([1])}, stamps={"s": STAMPS})
-    assert blocks(own)[0] == [100, 105, 102, 103, 104, 105, 106, 107]
-    assert own.get_finished(set())[1] == {"s"}
-    assert (own.handoffs.shared_tokens, own.handoffs.prompt_tokens) == (32, 48)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    # Its lease has ended, and the step's orders give a block to another prompt, or to a sample.
-    "another prompt's": ({"owned": [Owned((6,), stamps(99))]}, "block 1 of 3 is not this prompt's"),
-    "a sample's": ({"owned": [Owned((6,), stamps(0))]}, "block 1 of 3 is not this prompt's"),
-    "other tokens'": ({"stamps": {"s": stamps(77, 78, 80)}}, "block 2 of 3 is not this prompt's"),
-    "nobody's": ({"stamps": {}}, "nobody said whose KV it must be"),
-    "more blocks than there are": (
-        {"reqs_to_recv": {"s": sample([1, 7, 2], theirs=[4, 6, 8])}},
-        "were offered for",
-    ),
-    "fewer blocks than asked for": ({"reqs_to_recv": {"s": sample([1, 7, 2], theirs=[4, 6])}}, "were offered for"),
-}
-
-
-@pytest.mark.parametrize(("orders", "why"), REFUSED.values(), ids=REFUSED)
-def test_kv_that_is_not_the_prompts_is_refused(
-    own: Any, module: ModuleType, caplog: pytest.LogCaptureFixture, orders: dict[str, Any], why: str
-) -> None:
-    """Its blocks are marked as not loaded, so the sample ends and runs elsewhere. The prompt's lease goes on."""
-    step(module, own, **{"reqs_to_recv": {"s": sample([1, 7, 2])}, "stamps": {"s": STAMPS}, **orders})
-    assert own.get_finished(set()) == (set(), {"s"})
-    assert own.get_block_ids_with_load_errors() == {1, 7, 2}
-    assert why in caplog.text
-    assert own.get_finished(set()) == (set(), set())
-    assert (own._copied, own._claims, own.connector_worker._recving_metadata) == (set(), {}, {})
-    assert own.handoffs.refused == 1
-
-
-def test_bits_of_checked_prompts_are_compared_after_the_copy(own: Any, module: ModuleType) -> None:
-    own.table.sign((4, 6, 5), own._digests((4, 6, 5)))
-    step(module, own, reqs_to_recv={"s": sample([1, 7, 2])}, stamps={"s": STAMPS})
-    assert (own.handoffs.checked, own.handoffs.refused) == (1, 0)
-    own._regions[1][6, 3] += 1
-    step(module, own, reqs_to_recv={"t": sample([1, 7, 2])}, stamps={"t": STAMPS})
-    assert (own.handoffs.checked, own.handoffs.refused) == (2, 1)
-    assert own.get_block_ids_with_load_errors() == {1, 7, 2}
-
-
-def test_a_prompt_with_several_readers_is_let_go_after_the_last(own: Any, module: ModuleType) -> None:
-    """The first has the prompt's own name, and one reads from another engine."""
-    assert own.share("a", ["s", "t"])
-    step(module, own, reqs_to_recv={"1": sample([1, 7, 2], name="a/s")}, stamps={"1": STAMPS})
-    assert own.get_finished(set()) == (set(), {"1"})
-    own.connector_worker.inbox.append(b"a/t:2")
-    assert own.get_finished(set()) == (set(), set())
-    step(module, own, reqs_to_recv={"2": sample([1, 7, 2])}, stamps={"2": STAMPS})
-    assert own.get_finished(set()) == ({"a"}, {"2"})
-    assert own._readers == own._released == {}
-
-
-def test_a_sample_that_ended_before_it_read_only_lets_its_prompt_go(own: Any, module: ModuleType) -> None:
-    before = blocks(own)
-    given = step(module, own, reqs_to_recv={"s": sample([])}, stamps={"s": STAMPS})
-    assert given.reqs_to_recv == {}
-    assert own.get_finished(set()) == ({"a"}, set())
-    assert (blocks(own), own._claims, own.connector_worker._recving_metadata) == (before, {}, {})
-
-
-def test_samples_that_wait_renew_the_leases_of_own_prompts(own: Any, module: ModuleType) -> None:
-    """Without a connection to itself, and without a change to what vLLM's scheduler goes on to use."""
-    worker = own.connector_worker
-    worker._reqs_to_send = dict.fromkeys("abc", 0.0)
-    beats = {name: SimpleNamespace(req_ids={"a/s", "b"}) for name in ("self", "p0")}
-    kept = {name: set(beat.req_ids) for name, beat in beats.items()}
-    given = step(module, own, heartbeat_by_engine=beats)
-    assert given.heartbeat_by_engine == {"p0": beats["p0"]}
-    assert {name: beat.req_ids for name, beat in beats.items()} == kept, "the scheduler's half owns it"
-    assert [name for name, until in worker._reqs_to_send.items() if until > 0] == ["a", "b"]
-
-
-@pytest.mark.parametrize("both", [True, False])
-def test_blocks_that_a_sample_gets_are_no_prompts_any_more(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, both: bool
-) -> None:
-    """A sample reads into some, from the order to read on, and decodes into others. A prompt whose lease ended had them
-    before, and its stamps would go on to say that they hold its KV."""
-    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
-    prefills = load("corun.node.kv.stamps").Prefills(16)
-    made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both = prefills, both
-    asked = SimpleNamespace(kv_transfer_params={"corun_stamps": STAMPS})
-    made.connector_scheduler = SimpleNamespace(
-        _reqs_need_recv={"t": (asked, ([3, 1],)), "gone": (asked, [])},
-        build_connector_meta=lambda output: nixl.NixlConnectorMetadata(),
-    )
-    params = {"do_remote_decode": True, "corun_stamps": stamps(7)}
-    prompt = SimpleNamespace(request_id="p", kv_transfer_params=params, num_computed_tokens=0, num_prompt_tokens=9)
-    prefills.begin(prompt)
-    cached = SimpleNamespace(req_ids=["u", "v"], new_block_ids=[([5],), None], resumed_req_ids=set())
-    news = [SimpleNamespace(req_id="p", block_ids=([2],)), SimpleNamespace(req_id="s", block_ids=([6, 4],))]
-    output = SimpleNamespace(
-        scheduled_new_reqs=news, scheduled_cached_reqs=cached, num_scheduled_tokens={"p": 9, "s": 1, "u": 1, "v": 1}
-    )
-    owned = made.build_connector_meta(output).owned
-    assert owned == [Owned((2,), stamps(7)), *([Owned((3, 1, 6, 4, 5), bytes(40))] if both else [])]
-    table = StampTable(8)
-    table.own(range(8), stamps(*range(10, 18)))
-    for one in owned:
-        table.own(one.blocks, one.stamps)
-    assert table.rows[[1, 3, 4, 5, 6], 0].any() != both

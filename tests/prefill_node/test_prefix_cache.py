@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.node.kv.handle import owner
-from corun.node.kv.stamps import Claim, StampTable, chained, compare, stamps
+from corun.node.kv.judging import Claim, compare
+from corun.node.kv.stamps import StampTable, chained, stamps
 from corun.types import NixlEndpoint, NodeRole
 from tests.loading import environment, load
 from tests.prefill_node.test_scheduler import OURS

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
@@ -31,32 +32,19 @@ from corun.node.kv import own_kv
 from corun.node.kv.digest import KvDigest, region_words
 from corun.node.kv.handle import AT_ONCE_PARAM, OWNERS_PARAM, STAMPS_PARAM, TARGETS_PARAM, names_in
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
+from corun.node.kv.judging import UNKNOWN, Claim, Judge, Verdict
 from corun.node.kv.paced_reads import PacedReads
-from corun.node.kv.stamps import (
-    STAMP_BYTES,
-    Claim,
-    Judgement,
-    Owned,
-    PeerTable,
-    Prefills,
-    StampTable,
-    Transfers,
-    Verdict,
-)
+from corun.node.kv.stamps import STAMP_BYTES, Owned, PeerTable, Prefills, StampTable, Transfers
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
 
 RELEASE_TTL_S = 60.0
 """A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time."""
 WARM_TIMEOUT_S = 10.0
-PATIENCE_S = 0.002
-"""The longest time that a step waits for the stamps of reads that it finds complete. They mostly come in 0.2 ms; later
-ones are looked for in the next steps."""
 HEARTBEAT = b"HB:"
 """The prefix of vLLM's messages that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
 SHARED_LEASE_S = 10.0
 """The least time that a KV lease must last when another reader is added, which still has to begin and renew it."""
-UNKNOWN = Verdict("nobody said whose KV it must be")
 log = logging.getLogger(__name__)
 
 
@@ -115,14 +103,6 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._has_both = vllm_config.kv_transfer_config.kv_role == "kv_both"
         """Whether this engine computes prompts and runs samples."""
         self._claims: dict[str, Claim] = {}  # request id -> the claim of a read that runs, or is to be judged
-        self._unjudged: list[str] = []
-        """The requests whose reads are complete, for the next judgement."""
-        self._judgement: tuple[list[tuple[str, Claim | None]], Judgement] | None = None
-        """The judgement that runs, with its requests; those without a claim are refused."""
-        self._late: list[tuple[Transfers, StampTable | None]] = []
-        """The transfers that did not end in time, each with the table that nothing else may use meanwhile."""
-        self._tables: list[StampTable] = []
-        """The tables that are free for judgements."""
         self._copied: set[str] = set()
         """The requests whose KV has been copied from this engine's own since the last step ended."""
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
@@ -179,7 +159,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the stamps, then the KV caches: vLLM's call completes the agent's metadata that peers get.
+        """Register the stamps, then the KV caches: vLLM's call completes the agent's metadata that peers get. Tables
+        that are registered later are read by nobody else.
 
         Raises RuntimeError if the model keeps its KV in several groups. vLLM marks only the first group's blocks as not
         loaded (nixl/base_worker.py: `_handle_failed_transfer`).
@@ -187,10 +168,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker = self.connector_worker
         if len(worker.kv_cache_config.kv_cache_groups) != 1:
             raise RuntimeError("this model cannot keep the contract: it keeps its KV in several groups")
-        self.table = StampTable(worker._logical_num_blocks)
-        worker._registered_descs.append(self.table.register(worker.nixl_wrapper))
-        self._fetched = self._another_table(worker.nixl_wrapper, worker._logical_num_blocks)
-        self._warmed = self._another_table(worker.nixl_wrapper, 1)
+        self.table = self._new_table(worker.nixl_wrapper, worker._logical_num_blocks)
         super().register_kv_caches(kv_caches)
         self._regions = _regions(worker, kv_caches.values())
         self.watch(KvDigest(self._regions).of)
@@ -199,7 +177,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """Insert the check between vLLM's reads and their use, and post reads in pieces that tell the peer nothing."""
         worker = self.connector_worker
         self._digests = digests
-        self._agent = worker.nixl_wrapper
+        self._agent = agent = worker.nixl_wrapper
+        self._judge = Judge(agent, partial(self._new_table, agent, len(self.table.rows)), self._table_of, digests)
+        self._warmed = self._new_table(agent, 1)
         self._reads = worker.nixl_wrapper = PacedReads(self._agent)
         worker.nixl_wrapper.get_new_notifs = self._last_notices
         self._pop_done, worker._pop_done_transfers = worker._pop_done_transfers, self._pop_judged
@@ -257,7 +237,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                 self.release(*names_in(read.remote.request_id))
                 continue
             worker._recving_metadata[name] = read
-            if self._judged(name, claims.get(name), found.get(name, UNKNOWN)):
+            if self._accept(name, claims.get(name), found.get(name, UNKNOWN)):
                 self.release(*names_in(read.remote.request_id))
                 del worker._recving_metadata[name]
                 self._copied.add(name)
@@ -275,56 +255,20 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         done: set[str] = self._pop_done(transfers)
         failed = done.intersection(self.connector_worker._failed_recv_reqs.queue)
         began = time.monotonic()
-        self._unjudged.extend(sorted(done - failed))
-        judged = failed.union(self._judge())
-        self.handoffs.check_seconds += time.monotonic() - began
-        return judged
-
-    def _judge(self) -> list[str]:
-        """Begin a judgement if none runs, and return the requests of those that have ended now."""
-        ended = self._verdicts(0.0)
-        if self._judgement is None and self._unjudged:
-            requests = [(name, self._claims.get(name)) for name in self._unjudged]
-            self._unjudged = []
-            reads = [(claim, self._table_of(claim.engine_id)) for _, claim in requests if claim]
-            self._judgement = requests, Judgement(reads, self._fetched, self._digests, self._agent)
-            ended += self._verdicts(PATIENCE_S)
-        if self._late:
-            self._free_tables()
-        return ended
-
-    def _verdicts(self, patience_s: float) -> list[str]:
-        """Return the requests of the judgement that runs, if it ends within `patience_s`; do what follows from it."""
-        if self._judgement is None:
-            return []
-        requests, judgement = self._judgement
-        if (verdicts := judgement.verdicts(patience_s)) is None:
-            return []
-        self._judgement = None
-        if judgement.fetch.transfers.are_late():
-            self._late.append((judgement.fetch.transfers, self._fetched))
-            self._fetched = (
-                self._tables.pop() if self._tables else self._another_table(self._agent, len(self._fetched.rows))
-            )
-        of_claims = iter(verdicts)
-        for name, claim in requests:
-            if self._judged(name, claim, next(of_claims) if claim else UNKNOWN) and claim:
+        judged = self._judge.judge([(name, self._claims.get(name)) for name in sorted(done - failed)])
+        for name, claim, verdict in judged:
+            if self._accept(name, claim, verdict) and claim:
                 self._thank(claim)
-        return [name for name, _ in requests]
+        self.handoffs.check_seconds += time.monotonic() - began
+        return failed.union(name for name, _, _ in judged)
 
-    def _another_table(self, agent: Any, num_blocks: int) -> StampTable:
-        """Return a new table for the stamps of peers' blocks."""
+    def _new_table(self, agent: Any, num_blocks: int) -> StampTable:
+        """Return a new table that is registered."""
         made = StampTable(num_blocks)
         self.connector_worker._registered_descs.append(made.register(agent))
         return made
 
-    def _free_tables(self) -> None:
-        """Let tables be used again into which nothing comes any more."""
-        late = [(transfers, table, transfers.are_late()) for transfers, table in self._late]
-        self._late = [(transfers, table) for transfers, table, is_late in late if is_late]
-        self._tables.extend(table for _, table, is_late in late if table is not None and not is_late)
-
-    def _judged(self, name: str, claim: Claim | None, verdict: Verdict) -> bool:
+    def _accept(self, name: str, claim: Claim | None, verdict: Verdict) -> bool:
         """Count a read that is complete, and return whether its KV may be used; if not, its blocks are marked as not
         loaded."""
         self.handoffs.checked += verdict.checked
@@ -508,12 +452,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             read = Transfers(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
             read.are_over(WARM_TIMEOUT_S)
             (result,) = read.end()
-            self._late.append((read, None))  # Nobody looks at what comes late, nor at that row.
+            self._judge.keep(read)  # Nobody looks at what comes late, nor at that row.
             if result is None:
                 wanted: Any = [(self._table_of(engine_id), (0,))]
                 fetch = self._warmed.fetch(agent, wanted, WARM_TIMEOUT_S)
                 rows = fetch.rows(WARM_TIMEOUT_S)
-                self._late.append((fetch.transfers, None))
+                self._judge.keep(fetch.transfers)
                 assert rows is not None, "its time is over"
                 (result,) = rows
         except Exception as error:  # NIXL's errors share no base class.
@@ -546,7 +490,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         call again."""
         worker = self.connector_worker
         reads = itertools.chain(*worker._recving_transfers.values())
-        if any(read.running for read in reads) or worker._handshake_futures or self._judgement:
+        if any(read.running for read in reads) or worker._handshake_futures or self._judge.is_at_work:
             return False
         if mappings := ucx_mappings.of_this_process():
             mappings.drop(pids)

@@ -14,7 +14,8 @@ from typing import Any
 
 from corun.node.kv.digest import copy_blocks
 from corun.node.kv.handle import names_in
-from corun.node.kv.stamps import Claim, Rows, StampTable, Verdict, compare
+from corun.node.kv.judging import Claim, Verdict, compare
+from corun.node.kv.stamps import Rows, StampTable
 
 
 def copy(

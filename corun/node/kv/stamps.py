@@ -1,8 +1,8 @@
 """The stamps of KV blocks: a table that peers can read, with a row of two numbers per block that tells its owner.
 
-Owns: the table, which blocks get an owner or a digest in a step of a prefill node, reading rows of a peer's table, and
-the decision whether the KV of a completed read may be used. Must not know: vLLM's classes (it reads requests and block
-lists), the transfer of KV, what a digest is taken over, what happens to a read that is refused.
+Owns: the table, which blocks get an owner or a digest in a step of a prefill node, and reading rows of a peer's table.
+Must not know: vLLM's classes (it reads requests and block lists), the transfer of KV, what a digest is taken over, what
+is decided by the rows (corun/node/kv/judging.py).
 
 A block id alone does not tell whose KV the block holds: after a prompt's KV is freed, its blocks hold another prompt's
 KV. A row is written before the first byte of a new owner's KV, and it is never cleared. So a reader that reads the rows
@@ -36,9 +36,6 @@ MAX_RUNS = 16
 """The largest number of separate runs of rows to read. With more, it is faster to also read the rows between them: 512
 runs of a table of 40,000 rows took 10 ms, the whole of it 0.2 ms."""
 POLL_S = 20e-6
-FETCH_TIMEOUT_S = 1.0
-"""The time to fetch the stamps of the reads that are judged together. Their samples wait for them, and those of the
-reads that are judged next, but no row."""
 Rows = npt.NDArray[np.uint64]
 
 
@@ -314,110 +311,3 @@ class Prefills:
         request = prefill.request
         done: bool = request.num_computed_tokens < request.num_prompt_tokens <= request.num_computed_tokens + num_tokens
         return tuple(prefill.blocks) if done else ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """The KV that one read is expected to bring."""
-
-    stamps: bytes = field(repr=False)
-    """What the peer's blocks must be stamped with (`stamps`)."""
-    first: int
-    """The number of the first of these blocks in the prompt. The reader may have had those before it."""
-    engine_id: str
-    request_id: str
-    """The peer's request id with the reader's id (`corun.node.kv.handle.read_id`)."""
-    theirs: tuple[int, ...]
-    """The peer's ids of the blocks that are read, in the prompt's order."""
-    ours: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of the checks of one read."""
-
-    refusal: str
-    """The reason why the KV must not be used; empty if it may be used."""
-    checked: bool = False
-    """Whether the bits of the KV were compared."""
-
-
-class Judgement:
-    """The comparison of completed reads with what the peers' tables say after the reads.
-
-    The engine's thread does not wait for a peer: all rows of its steps would wait, too. A peer on a busy host was seen
-    to take 0.08 s.
-    """
-
-    def __init__(
-        self,
-        reads: Sequence[tuple[Claim, PeerTable | None]],
-        table: StampTable,
-        digests: Callable[[Sequence[int]], Rows],
-        agent: Any,
-    ) -> None:
-        """Begin to fetch the rows. No two claims share a block of ours.
-
-        Args:
-            reads: completed reads, each with its peer's table; None if it is not known where that is.
-            table: gets the rows, so that no other judgement may use it meanwhile.
-            digests: a function from our blocks to the digests of their contents.
-        """
-        self._reads, self._digests = reads, digests
-        wanted = [(peer, claim.theirs) for claim, peer in reads if peer and len(claim.theirs) == len(claim.ours)]
-        self.fetch = table.fetch(agent, wanted, FETCH_TIMEOUT_S)
-
-    def verdicts(self, patience_s: float) -> list[Verdict] | None:
-        """Return the verdicts; None if the rows have not come within `patience_s`."""
-        if (fetched := self.fetch.rows(patience_s)) is None:
-            return None
-        parts = iter(fetched)
-        found: list[tuple[Claim, Rows | str]] = []
-        for claim, peer in self._reads:
-            if peer is None:
-                found.append((claim, f"where {claim.engine_id} keeps its stamps is not known"))
-            elif len(claim.theirs) != len(claim.ours):
-                found.append((claim, f"{len(claim.theirs)} blocks were offered for {len(claim.ours)}"))
-            else:  # With any error the owner of this KV stays unknown.
-                rows = next(parts)
-                found.append((claim, f"the stamps could not be read: {rows}" if isinstance(rows, Exception) else rows))
-        return compare(found, self._digests)
-
-
-def compare(found: Sequence[tuple[Claim, Rows | str]], digests: Callable[[Sequence[int]], Rows]) -> list[Verdict]:
-    """Compare claims with their blocks' rows: all must be the owners', and those with digests must have our bits.
-
-    Blocks that an earlier prompt computed may have digests where the others have none, and the other way round. The
-    digests of all reads are asked for at once: each answer waits for the device, and on a GPU that two processes share
-    for its turn there, too. A step may find dozens of reads complete, and all its rows wait meanwhile.
-
-    Args:
-        found: each claim with its rows, or with the reason why there are none.
-        digests: as in `Judgement`.
-    """
-    verdicts = [Verdict(rows if isinstance(rows, str) else _not_the_owners(claim, rows)) for claim, rows in found]
-    signed = [
-        (at, claim, rows[:, DIGEST])
-        for at, (claim, rows) in enumerate(found)
-        if not verdicts[at].refusal and not isinstance(rows, str) and rows[:, DIGEST].any()
-    ]
-    if not signed:
-        return verdicts
-    numbers = [np.flatnonzero(theirs) for _, _, theirs in signed]
-    bits = digests([claim.ours[at] for (_, claim, _), some in zip(signed, numbers, strict=True) for at in some])
-    parts = np.split(bits, np.cumsum([len(some) for some in numbers])[:-1])
-    for (at, claim, theirs), some, ours in zip(signed, numbers, parts, strict=True):
-        wrong = some[ours != theirs[some]]
-        changed = f"of {claim.first + len(theirs)} changed on the way ({len(wrong)} did)"
-        verdicts[at] = Verdict(
-            f"the bits of block {claim.first + wrong[0]} {changed}" if len(wrong) else "", checked=True
-        )
-    return verdicts
-
-
-def _not_the_owners(claim: Claim, rows: Rows) -> str:
-    """Return what a refusal says of blocks that are not the owners'; empty if all are."""
-    wrong = np.flatnonzero(rows[:, OWNER] != np.frombuffer(claim.stamps, np.uint64))
-    if not len(wrong):
-        return ""
-    return f"block {claim.first + wrong[0]} of {claim.first + len(rows)} is not this prompt's ({len(wrong)} are not)"
