@@ -11,10 +11,13 @@ from tests.machine import STRIDE, command_line, free_port
 
 
 def test_a_process_that_has_ended_has_no_command_line() -> None:
-    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert command_line(waiting.pid) == f"{sys.executable} -c input() "
-    waiting.communicate(b"\n")
-    assert command_line(waiting.pid) == ""
+    words = [sys.executable, "-c", "print(1, flush=True); input()"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert command_line(process.pid).split(" ")[:2] == words[:2]
+    process.communicate(b"\n")
+    assert command_line(process.pid) == ""
 
 
 def test_a_port_is_given_once_and_never_one_in_use() -> None:
