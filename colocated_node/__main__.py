@@ -28,8 +28,9 @@ async def run(config: ColocatedConfig, stop: asyncio.Event) -> None:
         start_tracing(of_samples, "colocated")
         endpoint = nixl_endpoint(config, f"{of_samples.node_id}-{of_samples.generation}")
         engine = await ColocatedEngine.launch(config, of_prompts, endpoint)
-        roles = [prefill.role(config, of_prompts, engine.prefill), decode.role(config, of_samples, engine.decode)]
-        await live_and_leave(config, roles, stop, observation)
+        decoding = decode.role(config, of_samples, engine.decode)
+        computing = prefill.role(config, of_prompts, engine.prefill, decoding.service)
+        await live_and_leave(config, [computing, decoding], stop, observation)
 
 
 def main() -> None:

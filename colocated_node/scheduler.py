@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from colocated_node.shares import SLOTS, prompt_blocks
 from corun.node.kv import handle
 from corun.node.vllm.start import step_tokens
-from corun.types import Freedom
+from corun.types import Freedom, NodeRef
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
 
@@ -44,6 +44,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         """Whether the last step held prompts."""
         self._copying: dict[str, Request] = {}
         """The samples whose KV is copied in a step that computes a row of them, until that step's result is there."""
+        self._with_prompt: dict[str, Request] = {}
+        """The samples that came with their prompts and have not begun, by the prompt's id."""
         self._tokens_left = 0
         """The prompt tokens that the step that is being made may still get."""
         self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
@@ -68,7 +70,44 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             output: SchedulerOutput = super(FixedSlotScheduler, self).schedule(throttle_prefills)
         self._check_step(output, chosen)
         self._note_copies(output)
+        self._note_last_steps(chosen)
         return output
+
+    def add_request(self, request: Request) -> None:
+        if own := (request.kv_transfer_params or {}).get(handle.OWN_PROMPT_PARAM):
+            self._with_prompt[own[0]] = request
+        super().add_request(request)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        """End requests, and with a prompt the sample that came with it and has not begun: its KV is gone."""
+        finished = super().finish_requests(request_ids, finished_status)
+        self._forget_begun()
+        ended = (self._with_prompt.get(request.request_id) for request in finished)
+        if lost := [sample.request_id for sample in ended if sample is not None]:
+            finished += super().finish_requests(lost, finished_status)
+            self._forget_begun()
+        return finished
+
+    def _forget_begun(self) -> None:
+        waiting = (one for one in self._with_prompt.items() if one[1].status is RequestStatus.WAITING)
+        self._with_prompt = dict(waiting)
+
+    def _note_last_steps(self, chosen: Sequence[Request]) -> None:
+        """Tell samples that came with prompts which are in their last step where the KV will be. The next step is
+        behind it on the device, so they may begin in it."""
+        if not self._with_prompt:
+            return
+        self._forget_begun()
+        for prompt in chosen:
+            sample = self._with_prompt.get(prompt.request_id)
+            if sample is None or prompt.num_computed_tokens < prompt.num_prompt_tokens:
+                continue
+            params = sample.kv_transfer_params
+            _, node_id, generation = params.pop(handle.OWN_PROMPT_PARAM)
+            blocks = self.kv_cache_manager.get_blocks(prompt.request_id).get_block_ids()
+            params["remote_block_ids"] = [list(group) for group in blocks]
+            node = NodeRef(node_id=node_id, generation=generation)
+            params[handle.STAMPS_PARAM] = self.connector.stamps_of(prompt, blocks, node)
 
     # What is a prompt's, and what a sample's.
 
@@ -83,7 +122,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return (request for request in self.waiting if is_prompt(request))
 
     def unread(self) -> Iterator[Request]:
-        return (request for request in self.waiting if not is_prompt(request))
+        samples = (request for request in self.waiting if not is_prompt(request))
+        return (sample for sample in samples if handle.OWN_PROMPT_PARAM not in sample.kv_transfer_params)
 
     def decoding(self) -> int:
         """Return the number of samples that have a slot; in a step without rows no slot is given away."""
@@ -182,7 +222,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return type(manager).get_computed_blocks(manager, request)
 
     def _has_samples(self) -> bool:
-        return not all(is_prompt(request) for request in (*self.running, *self.skipped_waiting, *self.waiting))
+        if not all(is_prompt(request) for request in (*self.running, *self.skipped_waiting)):
+            return True
+        return next(self.unread(), None) is not None
 
     @contextmanager
     def _showing_only(self, chosen: Sequence[Request]) -> Iterator[None]:

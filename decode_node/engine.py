@@ -21,7 +21,7 @@ from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
 from corun.node.certificate import Certificate, untested
-from corun.node.kv.handle import STAMPS_PARAM, TOPS_PARAM, owner, read_id
+from corun.node.kv.handle import OWN_PROMPT_PARAM, STAMPS_PARAM, TOPS_PARAM, owner, read_id
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
@@ -30,7 +30,7 @@ from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
 from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
 from decode_node.grammar import Trials
-from decode_node.service import DecodeRequest, StepRow
+from decode_node.service import DecodeRequest, OwnPrompt, StepRow
 from decode_node.slots import smaller_than
 
 CONNECT_TIMEOUT_S = 20.0
@@ -141,11 +141,31 @@ class VllmDecodeEngine:
         """
         if request.params.constraint is not None:
             await self._trials.check(*request.params.constraint)
-        handle = request.handle
+        transfer = self._transfer(request)
+        if request.params.top_logprobs:
+            transfer[TOPS_PARAM] = request.params.top_logprobs
+        sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
+        await self._llm.engine_core.add_request_async(
+            base.core_request(request.request_id, request.prompt_token_ids, sampling, request.share_key or None)
+        )
+
+    def _transfer(self, request: DecodeRequest) -> dict[str, Any]:
+        """Return the parameters with which vLLM reads the KV."""
+        transfer: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
+        if isinstance(request.kv, OwnPrompt):  # The scheduler fills in where it is, once it knows.
+            own, node = request.kv, request.kv.prefill_node
+            return transfer | {
+                "remote_engine_id": self.engine_id,
+                "remote_request_id": own.prefill_id,
+                "remote_block_ids": [[]],
+                "remote_host": "",
+                "remote_port": 0,
+                "tp_size": 1,
+                OWN_PROMPT_PARAM: [own.prefill_id, node.node_id, node.generation],
+            }
+        handle = request.kv
         owners = [(owner(one.request_id, handle.prefill_node), one.num_blocks) for one in handle.owners]
-        transfer = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+        return transfer | {
             "remote_engine_id": handle.engine_id,
             "remote_request_id": read_id(handle.request_id, handle.claim),
             "remote_block_ids": [list(group) for group in handle.block_ids],
@@ -154,12 +174,6 @@ class VllmDecodeEngine:
             "tp_size": handle.tp_size,
             STAMPS_PARAM: stamps(owners, request.prompt_token_ids, self.facts.block_size),
         }
-        if request.params.top_logprobs:
-            transfer[TOPS_PARAM] = request.params.top_logprobs
-        sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
-        await self._llm.engine_core.add_request_async(
-            base.core_request(request.request_id, request.prompt_token_ids, sampling, request.share_key or None)
-        )
 
     async def abort(self, request_id: str) -> None:
         await self._llm.engine_core.abort_requests_async([request_id])

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from corun.config.fields import DecodeConfig
-from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
+from corun.errors import (
+    CorunError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from corun.node.kv.handle import binding
 from corun.node.life import Role, node_info
-from corun.observe.tracing import Span, caller_of
+from corun.observe.tracing import OFF, Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.room import blocks_needed
@@ -35,6 +42,7 @@ from corun.types import (
 )
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
+from corun.v1.prefill_service_pb2 import PromptSample
 from decode_node.metrics import DecodeMetrics
 from decode_node.slots import Lease, NoRoomError, SlotTable, rows_of_step
 
@@ -44,11 +52,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPrompt:
+    """The KV of a prompt that the same engine is about to compute."""
+
+    prefill_id: str
+    prefill_node: NodeRef
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """One sample to decode from KV that a prefill node holds."""
+    """One sample to decode from KV that a prefill node holds, or that the engine itself will hold."""
 
     request_id: str
-    handle: KvHandle
+    kv: KvHandle | OwnPrompt
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     seed: int
@@ -280,20 +296,52 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_open(request.generation)
-        lease = self._table.get(request.lease_id)
-        if lease is None:
-            raise NotFoundError(f"lease {request.lease_id} is not held on {self.ref.node_id}")
+        lease = self._held(request.lease_id)
         decode = self._bind(lease, request)
-        self._running[decode.request_id] = lease
-        self._handoffs[decode.request_id] = caller_of(context).child("handoff", {"corun.decode_node": str(self.ref)})
         try:
-            await self._engine.start(decode)
+            await self._start(lease, decode, context)
         except BaseException:
             self._drop(lease)
             raise
+        return pb.StartResponse()
+
+    async def start_with_prompt(
+        self,
+        sample: PromptSample,
+        prompt: Sequence[int],
+        reader: NodeRef,
+        prefill_id: str,
+        prefill_node: NodeRef,
+        context: Context,
+    ) -> None:
+        """Start a sample whose prompt the same engine is about to compute.
+
+        Raises what `Start` raises. After a CorunError the lease goes on, since its router then calls `Start`.
+        """
+        if reader.node_id != self.ref.node_id:
+            raise InvalidArgumentError("reader", str(reader), f"must be {self.ref}")
+        self._check_open(reader.generation)
+        lease = self._held(sample.lease_id)
+        params = codec.sampling_params_from_proto(sample.sampling_params)
+        self._check_lease(lease, prompt, params, prompt_digest(prompt))
+        kv, key = OwnPrompt(prefill_id, prefill_node), lease.blocks.share_key
+        decode = DecodeRequest(lease.request_id, kv, prompt, params, sample.seed, key)
+        try:
+            await self._start(lease, decode, context)
+        except CorunError as error:
+            self._running.pop(decode.request_id, None)
+            self._handoffs.pop(decode.request_id, OFF).end(error)
+            raise
+        except BaseException:
+            self._drop(lease)
+            raise
+
+    async def _start(self, lease: Lease, decode: DecodeRequest, context: Context) -> None:
+        self._running[decode.request_id] = lease
+        self._handoffs[decode.request_id] = caller_of(context).child("handoff", {"corun.decode_node": str(self.ref)})
+        await self._engine.start(decode)
         if decode.request_id not in self._running:  # It ended in the meantime, maybe before the engine knew it.
             await self._engine.abort(decode.request_id)
-        return pb.StartResponse()
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         lease = self._table.get(request.lease_id) if request.generation == self.ref.generation else None
@@ -348,11 +396,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         prompt = list(request.prompt_token_ids)
         params = codec.sampling_params_from_proto(request.sampling_params)
         handle = codec.kv_handle_from_proto(request.handle)
-        if lease.request_id in self._running:
-            raise InvalidArgumentError("lease_id", lease.lease_id, "must not have been started before")
-        if (len(prompt), params.max_tokens) != (lease.num_prompt_tokens, lease.max_tokens):
-            limit = f"must be the {lease.num_prompt_tokens} + {lease.max_tokens} tokens that the lease holds room for"
-            raise InvalidArgumentError("prompt_token_ids, max_tokens", (len(prompt), params.max_tokens), limit)
+        self._check_lease(lease, prompt, params, handle.prompt_digest)
         if handle.reader.node_id != self.ref.node_id:
             raise InvalidArgumentError("handle.reader", str(handle.reader), f"must be {self.ref}")
         self._check_generation(handle.reader.generation)
@@ -367,11 +411,24 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if sum(counts) != blocks or min(counts) < 1 or handle.owners[-1].request_id != handle.request_id:
             limit = f"must be those of {blocks} blocks, and {handle.request_id} the last one"
             raise InvalidArgumentError("handle.owners", handle.owners, limit)
+        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed, lease.blocks.share_key)
+
+    def _held(self, lease_id: int) -> Lease:
+        if (lease := self._table.get(lease_id)) is None:
+            raise NotFoundError(f"lease {lease_id} is not held on {self.ref.node_id}")
+        return lease
+
+    def _check_lease(self, lease: Lease, prompt: Sequence[int], params: SamplingParams, digest: str) -> None:
+        """Check that a lease is for this prompt, which has this digest, and for so many tokens."""
+        if lease.request_id in self._running:
+            raise InvalidArgumentError("lease_id", lease.lease_id, "must not have been started before")
+        if (len(prompt), params.max_tokens) != (lease.num_prompt_tokens, lease.max_tokens):
+            limit = f"must be the {lease.num_prompt_tokens} + {lease.max_tokens} tokens that the lease holds room for"
+            raise InvalidArgumentError("prompt_token_ids, max_tokens", (len(prompt), params.max_tokens), limit)
         share_key = lease.blocks.share_key
-        if share_key and not share_key.startswith(handle.prompt_digest):
+        if share_key and not share_key.startswith(digest):
             # Samples of other prompts would not find each other's blocks, and the lease counts on it.
-            raise InvalidArgumentError("handle.prompt_digest", handle.prompt_digest, "must begin the lease's share_key")
-        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed, share_key)
+            raise InvalidArgumentError("handle.prompt_digest", digest, "must begin the lease's share_key")
 
     def _keep_or_expire(self, lease: Lease) -> None:
         """Stop a lease's expiry timer if the stream of its session is open: then the router ends the lease, within its

@@ -27,6 +27,7 @@ from corun.node.kv.handle import (
     FREEDOMS_PARAM,
     IDLE_PARAM,
     OWNERS_PARAM,
+    READERS_PARAM,
     STAMPS_PARAM,
     STEPS_PARAM,
     TARGETS_PARAM,
@@ -41,6 +42,7 @@ from corun.params import check_lengths, check_scored_lengths
 from corun.receipt import prompt_digest
 from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole, TokenScores
 from prefill_node.recheck import Computation, Digests
+from prefill_node.sharing import KEEPER, StartSample
 
 MAX_SEQUENCES = 64
 """The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
@@ -183,6 +185,7 @@ class VllmPrefillEngine:
         scope: str = "",
         *,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`.
 
@@ -200,7 +203,10 @@ class VllmPrefillEngine:
             FREEDOMS_PARAM: sorted(freedoms),
             IDLE_PARAM: reader == self._ref,  # Only `recompute` reads its own prompts.
         }
-        params = (await self._run(request_id, prompt_token_ids, given, salt(scope, freedoms))).kv_transfer_params
+        if start_sample is not None:
+            given[READERS_PARAM] = [request_id, KEEPER]
+        cache_salt = salt(scope, freedoms)
+        params = (await self._run(request_id, prompt_token_ids, given, cache_salt, start_sample)).kv_transfer_params
         if params is None:
             raise InternalError(f"the engine kept no KV for prefill {request_id}")
         self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
@@ -373,7 +379,12 @@ class VllmPrefillEngine:
         base.end(self._llm)
 
     async def _run(
-        self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        given: dict[str, Any],
+        cache_salt: str,
+        start_sample: StartSample | None = None,
     ) -> Any:
         """Compute a prompt with `given` as its own part of vLLM's `kv_transfer_params`; return its last output."""
         from vllm.sampling_params import SamplingParams
@@ -389,10 +400,11 @@ class VllmPrefillEngine:
             extra_args={"kv_transfer_params": transfer},
         )
         done = self._computing[request_id] = asyncio.get_running_loop().create_future()
+        request = base.core_request(request_id, prompt_token_ids, sampling, cache_salt)
         try:
-            await self._llm.engine_core.add_request_async(
-                base.core_request(request_id, prompt_token_ids, sampling, cache_salt)
-            )
+            if start_sample is not None:  # First: a short prompt could be done before its sample is there.
+                await start_sample()
+            await self._llm.engine_core.add_request_async(request)
             return await done
         except EngineDeadError:
             self.on_death()

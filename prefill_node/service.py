@@ -6,11 +6,12 @@ Owns: which calls are accepted, which KV is released when a caller goes away, th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from corun.config.fields import NodeConfig
-from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.errors import CorunError, InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import SEPARATORS
 from corun.node.life import Role, node_info
 from corun.observe.tracing import Value, caller_of
@@ -25,6 +26,22 @@ from prefill_node.sharing import PrefillEngine, Sharing
 
 T = TypeVar("T")
 SERVICE_NAME = "corun.v1.PrefillService"
+log = logging.getLogger(__name__)
+
+
+class Samples(Protocol):
+    """Starts samples in the engine that computes their prompts."""
+
+    async def start_with_prompt(
+        self,
+        sample: pb.PromptSample,
+        prompt: Sequence[int],
+        reader: NodeRef,
+        prefill_id: str,
+        prefill_node: NodeRef,
+        context: Context,
+    ) -> None:
+        """Start a sample of a prompt that the engine is about to compute. Raises CorunError if it cannot start."""
 
 
 class GivenUpError(UnavailableError):
@@ -34,8 +51,13 @@ class GivenUpError(UnavailableError):
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Serves `corun.v1.PrefillService` for one generation of one node."""
 
-    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, kv_tokens: int) -> None:
-        """Create the service. kv_tokens: the number of tokens that the engine has KV room for."""
+    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, kv_tokens: int, samples: Samples | None = None) -> None:
+        """Create the service.
+
+        Args:
+            kv_tokens: the number of tokens that the engine has KV room for.
+            samples: the side of a colocated node that decodes; None: there is none.
+        """
         self.ref = ref
         self.draining = False
         self.closed = ""
@@ -45,6 +67,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.sharing = Sharing(engine, kv_tokens, metrics)
         self.recheck = Recheck(engine.recompute, metrics, engine.withdraw)
         engine.on_checked = self.recheck.add
+        self._samples = samples
         self._running: dict[str, asyncio.Future[Any]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
         metrics.queued_prompts.set_function(lambda: self.queued_prompts)
@@ -90,20 +113,37 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("reader", str(reader), "must be a decode node")
         name, prompt = request.request_id, list(request.prompt_token_ids)
         reader, scope = codec.node_ref_from_proto(request.reader), request.share_scope
+        started, samples = False, self._samples if request.HasField("sample") else None
+
+        async def start_sample() -> None:
+            nonlocal started
+            assert samples is not None
+            try:
+                await samples.start_with_prompt(request.sample, prompt, reader, name, self.ref, context)
+                started = True
+            except CorunError as error:  # The prompt may be for others, too. The router starts the sample afterwards.
+                log.info("the sample of prefill %s does not start with it: %s", name, error)
+
         try:
             handle = await self._run(
                 name,
                 len(prompt),
                 context,
                 self.sharing.prefill(
-                    name, prompt, reader, scope, more_follow=request.more_follow, isolated=request.isolated
+                    name,
+                    prompt,
+                    reader,
+                    scope,
+                    more_follow=request.more_follow,
+                    isolated=request.isolated,
+                    start_sample=start_sample if samples else None,
                 ),
             )
         except (asyncio.CancelledError, GivenUpError):
             # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.
             self.sharing.release_soon(name)
             raise
-        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle))
+        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle), started=started)
 
     async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensResponse:
         self._admit(request, "token_ids", request.token_ids)
@@ -156,10 +196,13 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("request_id", request.request_id, f"must hold none of {SEPARATORS}")
 
 
-def role(config: NodeConfig, ref: NodeRef, engine: Any) -> Role:
-    """Return the parts of a prefill node, or of a colocated node's prefill side, around a started engine."""
+def role(config: NodeConfig, ref: NodeRef, engine: Any, samples: Any = None) -> Role:
+    """Return the parts of a prefill node, or of a colocated node's prefill side, around a started engine.
+
+    samples: the service of a colocated node's other side.
+    """
     facts = engine.facts
-    service = PrefillService(ref, engine, kv_tokens=facts.kv_blocks * facts.block_size)
+    service = PrefillService(ref, engine, kv_tokens=facts.kv_blocks * facts.block_size, samples=samples)
     service.metrics.show_engine(engine, facts.kv_blocks)
     return Role(
         engine=engine,

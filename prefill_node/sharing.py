@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ from prefill_node.recheck import Computation, Digests
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
 C = TypeVar("C", KvHandle, TokenScores)
+StartSample = Callable[[], Awaitable[None]]
+"""Starts a sample of a prompt in the engine that is about to compute the prompt, or notes why that cannot be."""
 
 KEPT_S = 2.0
 """How long KV is kept for requests that wait for room, counted from the latest request, while its lease lasts."""
@@ -47,12 +49,14 @@ class PrefillEngine(Protocol):
         scope: str = "",
         *,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> tuple[KvHandle, float]:
         """Compute the prompt's KV and keep it until it is read, it is released or its lease ends.
 
         With a scope, KV of earlier prompts of the same scope that begin alike may be taken, and this one's is left for
-        later ones. isolated: compute it as the contract says, and in no other way that gives the same bits. Cancelling
-        the call stops the work and keeps nothing.
+        later ones. isolated: compute it as the contract says, and in no other way that gives the same bits.
+        start_sample: is awaited right before. The sample may read the KV before anybody has its handle, so `KEEPER` is
+        a reader from the beginning on. Cancelling the call stops the work and keeps nothing.
 
         Returns:
             the handle, for `reader`, and when the computation began, on the loop's clock.
@@ -101,7 +105,15 @@ class PrefillEngine(Protocol):
 class _Computation:
     """One computation of a prompt's KV, for all requests that ask for it. It is cancelled if no request is left."""
 
-    def __init__(self, sharing: Sharing, name: str, prompt: Sequence[int], reader: NodeRef, scope: str) -> None:
+    def __init__(
+        self,
+        sharing: Sharing,
+        name: str,
+        prompt: Sequence[int],
+        reader: NodeRef,
+        scope: str,
+        start_sample: StartSample | None,
+    ) -> None:
         self.name = name
         """The engine's id of this prefill, which is the id of the first request."""
         self.num_tokens = len(prompt)
@@ -115,7 +127,7 @@ class _Computation:
         self._sharing = sharing
         self._engine = sharing.engine
         self._letting_go: asyncio.TimerHandle | None = None
-        self.task = asyncio.ensure_future(self._compute(prompt, reader, scope))
+        self.task = asyncio.ensure_future(self._compute(prompt, reader, scope, start_sample))
         # Each waiting request raises the task's error, and without one it needs no warning.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -143,15 +155,19 @@ class _Computation:
             self.claims.discard(KEEPER)
             self._sharing.drop(self.name, {KEEPER})
 
-    async def _compute(self, prompt: Sequence[int], reader: NodeRef, scope: str) -> KvHandle:
+    async def _compute(
+        self, prompt: Sequence[int], reader: NodeRef, scope: str, start_sample: StartSample | None
+    ) -> KvHandle:
         try:
-            handle = await self._sharing.compute(self.name, prompt, reader, scope)
+            handle = await self._sharing.compute(self.name, prompt, reader, scope, start_sample=start_sample)
             await self._count()
+            if start_sample is not None and KEEPER not in self.claims:
+                self._sharing.drop(self.name, {KEEPER})
         except BaseException as error:
             self.is_gone = True
             if self.claims or isinstance(error, asyncio.CancelledError):
                 # The KV may exist, but no request gets its handle.
-                self._sharing.drop(self.name, {self.name, *self.claims})
+                self._sharing.drop(self.name, {self.name, KEEPER, *self.claims})
             raise
         return handle
 
@@ -217,24 +233,32 @@ class Sharing:
         *,
         more_follow: bool = False,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> KvHandle:
         """Return the handle of a prompt's KV for one reader. Without a scope the KV is computed for this request alone.
 
         more_follow: whether more requests with this prompt and scope wait for slots.
         isolated: see `PrefillEngine.prefill`; such a request shares no KV, whatever its scope.
+        start_sample: is awaited right before the prompt is computed, unless another request has it computed.
 
         A caller that cancels the call must also call `release`; then nothing is kept. Raises what the engine raises.
         """
         if len(prompt_token_ids) > self._room_beside:
             self.let_go()
         if isolated or not scope:
-            return await self.compute(request_id, prompt_token_ids, reader, isolated=isolated)
+            try:
+                return await self.compute(
+                    request_id, prompt_token_ids, reader, isolated=isolated, start_sample=start_sample
+                )
+            finally:
+                if start_sample is not None:
+                    self.drop(request_id, {KEEPER})
         key = scope, prompt_digest(prompt_token_ids)
         while True:
             found = self._computations.get(key)
             if found is None or found.is_gone:
                 self._prune()
-                found = _Computation(self, request_id, prompt_token_ids, reader, scope)
+                found = _Computation(self, request_id, prompt_token_ids, reader, scope, start_sample)
             self._computations.pop(key, None)
             self._computations[key] = found  # The dict is in the order of the last request for each computation.
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
@@ -254,9 +278,10 @@ class Sharing:
         scope: str = "",
         *,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> KvHandle:
         """Have the engine compute a prompt. A prefill that several requests share is counted once."""
-        work = self.engine.prefill(request_id, prompt, reader, scope, isolated=isolated)
+        work = self.engine.prefill(request_id, prompt, reader, scope, isolated=isolated, start_sample=start_sample)
         return await self._counted(request_id, len(prompt), work)
 
     async def score(self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = "") -> TokenScores:

@@ -149,6 +149,8 @@ class Attempt:
         self._more_follow = more_follow
         self._config = config
         self._lease = RemoteLease(output.take, (task, output))
+        self._is_started = False
+        """Whether the sample was started with its prompt."""
         self._prefill_id = ""  # It is set while the prefill node may hold KV for this attempt.
 
     @property
@@ -168,10 +170,13 @@ class Attempt:
             )
 
     async def prefill(self) -> KvHandle:
-        """Compute the prompt's KV and return its handle."""
+        """Compute the prompt's KV and return its handle. If one engine does both, the sample starts with its prompt."""
         self._prefill_id = secrets.token_hex(12)
+        sample = None
+        if self.placement.is_one_engine and self.task.params.constraint is None:  # Constraints are tried at a start.
+            sample = self._lease.with_prompt(self.task.params, self.task.seed)
         with faults_of(self.placement.prefill), self.span.child("prefill") as span:
-            handle = await self.placement.prefill.client.prefill(
+            handle, self._is_started = await self.placement.prefill.client.prefill(
                 self._prefill_id,
                 self.task.prompt_token_ids,
                 self.placement.decode.info.ref,
@@ -180,6 +185,7 @@ class Attempt:
                 share_scope=self.task.share_scope if self.placement.need.kv_key else "",
                 more_follow=self._more_follow,
                 isolated=self.task.isolated,
+                sample=sample,
             )
         self.placement.cached_tokens = handle.cached_tokens
         self.placement.leave(is_computed=True)
@@ -210,6 +216,9 @@ class Attempt:
 
     async def start(self, handle: KvHandle) -> None:
         """Hand the KV over to the decode node."""
+        if self._is_started:
+            self.placement.decode.client.note_started(self._lease)
+            return
         await self.placement.decode.client.start(
             self._lease,
             handle,

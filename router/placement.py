@@ -386,7 +386,7 @@ def choose_idle_pair(
     pairs = [pair for pair in itertools.product(able, prefills) if is_warm(*pair)]
     fewest = min((len(avoid.intersection(pair)) for pair in pairs), default=0)
     idle = [
-        (*least_used(decodes[decode]), decode, not _is_one_engine(decodes[decode], prefills[prefill]), prefill)
+        (*least_used(decodes[decode]), decode, not is_one_engine(decodes[decode], prefills[prefill]), prefill)
         for decode, prefill in pairs
         if len(avoid.intersection((decode, prefill))) == fewest
         and prefills[prefill].is_idle
@@ -405,7 +405,7 @@ def _avoided(need: Need, *groups: Mapping[str, DecodeRoom | PrefillRoom]) -> fro
     return need.avoid.union(name for name, room in rooms if room.engine_id in engines)
 
 
-def _is_one_engine(decode: DecodeRoom, prefill: PrefillRoom) -> bool:
+def is_one_engine(decode: DecodeRoom, prefill: PrefillRoom) -> bool:
     return bool(decode.engine_id) and decode.engine_id == prefill.engine_id
 
 
@@ -416,7 +416,7 @@ def least_used(room: DecodeRoom) -> tuple[int, int]:
 def _delay(need: Need, room: PrefillRoom, decode: DecodeRoom) -> tuple[bool, bool, int]:
     """Return whether the node is too slow, whether it would have to compute the prompt, and the prompt tokens until the
     decode node has the KV: those before this prompt in the queue, its own that are in no cache, and the handoff."""
-    handoff = 0 if _is_one_engine(decode, room) else need.num_prompt // HANDOFF_PART
+    handoff = 0 if is_one_engine(decode, room) else need.num_prompt // HANDOFF_PART
     if room.computes(need.kv_key):
         return room.is_slow, False, handoff
     return room.is_slow, True, room.queued_tokens + need.num_prompt - room.cached_tokens(need) + handoff

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +34,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from colocated_node.shares import SLOTS
 from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, STAMPS_PARAM, owner
+from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, OWN_PROMPT_PARAM, STAMPS_PARAM, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as nodes
 from corun.types import NixlEndpoint, NodeRef, NodeRole
@@ -116,6 +117,7 @@ class _Engine:
         self.table: SlotTable | None = None
         """The leases of the node. With them, requests that get none never arrive."""
         self._lease_of: dict[int, int] = {}
+        self.samples: dict[int, int] = {}  # a prompt -> the sample that came with it
         self._content: dict[int, tuple[Any, ...]] = {}  # What each block holds: (prompt, number), or who wrote it.
         self._trace = trace
         self._transfer = config.kv_transfer_config
@@ -171,6 +173,9 @@ class _Engine:
         self.record.requests.append(arrival)
         request = _request(str(number), arrival, self._transfer, self._hasher, is_sample=self._is_sample(number))
         self.scheduler.add_request(request)
+        if arrival.with_prompt:
+            self.samples[number + 1] = number
+            self._arrive(replace(arrival, reads=False, own=False, with_prompt=False, max_tokens=1, stops_after=ENDLESS))
 
     def _abort(self, op: Abort) -> None:
         if not self.record.requests:
@@ -180,6 +185,10 @@ class _Engine:
             self.record.aborted.add(number)
         self._release(number)
         self.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
+        sample = self.samples.get(number, number)
+        if str(sample) not in self.scheduler.requests and sample not in self.record.finished:
+            self.record.aborted.add(sample)  # It ended with its prompt.
+            self._release(sample)
 
     def _release(self, number: int) -> None:
         if self.table is not None and number in self._lease_of:
@@ -262,6 +271,8 @@ class _Engine:
             whole = -(-arrival.prompt // BLOCK_SIZE)
             content = ("garbage",) if arrival.fails else (arrival.prompt, arrival.group or name)
             numbers = range(whole - len(blocks), whole)
+            if arrival.with_prompt and not self._is_there(loads[name].remote.block_ids[0], arrival):
+                content = ("not computed",)
             self._content.update({block: (*content, i) for block, i in zip(blocks, numbers, strict=True)})
         self.worker.arrived.clear()
         wrong = 0
@@ -276,6 +287,13 @@ class _Engine:
             written = blocks[row.start // BLOCK_SIZE : (row.start + row.tokens - 1) // BLOCK_SIZE + 1]
             self._content.update(dict.fromkeys(written, ("written by", number)))
         return wrong
+
+    def _is_there(self, blocks: Sequence[int], sample: Arrive) -> bool:
+        """Return whether these blocks are as many as the sample's prompt needs, and prompts have computed them: all
+        prompts begin alike."""
+        whole = -(-sample.prompt // BLOCK_SIZE)
+        found = [self._content.get(block, ("nobody",)) for block in blocks]
+        return len(found) == whole and all(what == "written by" and self._is_prompt(*by) for what, *by in found)
 
     def _given(self) -> tuple[dict[str, set[int]], set[int]]:
         """The blocks that each request has since this step, and those that any had before it."""
@@ -457,6 +475,18 @@ def _transfer_params(name: str, arrival: Arrive, transfer: Any, *, is_sample: bo
             STAMPS_PARAM: stamps([own], tokens_of(arrival), BLOCK_SIZE),
             CHECK_PARAM: True,
             FREEDOMS_PARAM: list(arrival.freedoms),
+        }
+    if arrival.with_prompt:
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_engine_id": transfer.engine_id,
+            "remote_request_id": str(int(name) + 1),
+            "remote_block_ids": [[]],
+            "remote_host": "",
+            "remote_port": 0,
+            "tp_size": 1,
+            OWN_PROMPT_PARAM: [str(int(name) + 1), REF.node_id, REF.generation],
         }
     return {
         "do_remote_decode": False,

@@ -43,6 +43,9 @@ class Arrive:
     own: bool = False
     """Colocated: whether the sample's prompt is one of this engine's own, whose KV is copied in the step that orders
     it."""
+    with_prompt: bool = False
+    """Colocated: whether the sample of an own prompt comes with its prompt, which arrives right after it as a request
+    of its own, with these `freedoms`."""
     group: int = 0
     """The number of the samples of one prompt that share its blocks; 0: it shares none. All have the same `prompt`."""
     mask_s: float = 0.0
@@ -217,16 +220,18 @@ def colocated_traces(freedoms: Sequence[tuple[str, ...]]) -> st.SearchStrategy[T
         ops = itertools.chain(*([op] * (crowd if isinstance(op, Arrive) else 1) for op in trace.ops))
         return Trace(trace.slots, chunk, blocks, tuple(ops), chunk + rest)
 
-    traces, chunks = _traces(prompts | _samples(), chunks=st.just(0)), st.sampled_from((8, 16, 40, 64))
+    traces, chunks = _traces(prompts | _samples(freedoms), chunks=st.just(0)), st.sampled_from((8, 16, 40, 64))
     return st.builds(node, traces, st.integers(1, 4), chunks, st.integers(0, 100), st.integers(*COLOCATED_BLOCKS))
 
 
-def _samples() -> st.SearchStrategy[Arrive]:
+def _samples(freedoms: Sequence[tuple[str, ...]]) -> st.SearchStrategy[Arrive]:
     """Samples for a colocated node."""
     prompts = {1: 17, 2: 48, 3: 97}
 
-    def sample(prompt: int, group: int, own: bool, fails: bool, **others: Any) -> Arrive:
+    def sample(prompt: int, group: int, own: bool, fails: bool, with_prompt: bool, **others: Any) -> Arrive:
         length = prompts.get(group, prompt)
+        if with_prompt:
+            return Arrive(length, reads=True, group=group, own=True, with_prompt=True, **others)
         # Of a prompt whose last block holds one token a sample may find all that it needs, and then no copy can fail.
         fails = fails and not (own and length % BLOCK_SIZE == 1)
         return Arrive(length, reads=True, group=group, own=own, fails=fails, **others)
@@ -239,6 +244,8 @@ def _samples() -> st.SearchStrategy[Arrive]:
         stops_after=st.integers(ENDLESS, 6),
         transfer_steps=st.integers(0, 6),
         own=st.booleans(),
+        with_prompt=st.sampled_from([True, False, False, False, False]),
+        freedoms=st.sampled_from(freedoms),
         fails=st.sampled_from([False, False, False, True]),
     )
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from corun.config.fields import ColocatedConfig, DecodeConfig, LinkConfig, NodeConfig, PrefillConfig, RouterConfig
 from corun.errors import NotFoundError
+from corun.node.life import Role
 from corun.testing.engines import STEP_MS, FakeKv
 from corun.testing.model import write_tokenizer
 from corun.testing.nodes import LocalNode, decode_role, prefill_role
@@ -145,7 +146,10 @@ class LocalCluster:
         if kind is ColocatedConfig:
             refs = {role: replace(ref, node_id=f"{node_id}-{role.value}") for role in NodeRole}
             others = {"engine_id": f"engine-{ref.generation}", **others}
-        roles = [MAKERS[role](config, own_ref, self.kv, **others) for role, own_ref in refs.items()]
+        roles: list[Role] = []
+        for role, own_ref in reversed(refs.items()):  # A colocated node's side that decodes comes first.
+            other_side = {"samples": roles[0].service} if roles else {}
+            roles.insert(0, MAKERS[role](config, own_ref, self.kv, **others, **other_side))
         node = LocalNode(config, roles, ref)
         if NodeRole.DECODE in node.sides:
             node.engine.step_ms = self._step_ms

@@ -35,7 +35,8 @@ from corun.types import (
     NodeRole,
     TokenScores,
 )
-from decode_node.service import DecodeRequest, StepRow
+from decode_node.service import DecodeRequest, OwnPrompt, StepRow
+from prefill_node.sharing import KEEPER, StartSample
 
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 512
@@ -228,8 +229,11 @@ class FakePrefillEngine(FakeEngine):
         scope: str = "",
         *,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
+        if start_sample is not None:
+            await start_sample()
         began = await self._computed()
         prompt = tuple(prompt_token_ids)
         self.prefilled.append(prompt)
@@ -237,6 +241,8 @@ class FakePrefillEngine(FakeEngine):
             self.isolated.append(prompt)
         key = self.endpoint.engine_id, request_id
         self.kv.held[key] = prompt
+        if start_sample is not None:
+            self.kv.readers[key] = {request_id, KEEPER}
         asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
         return self._handle(request_id, prompt, reader), began
@@ -396,8 +402,9 @@ class FakeDecodeEngine(FakeEngine):
     def _read_all(self) -> list[StepRow]:
         """Read the KV of all requests that wait for it. Return the rows of those whose KV is not there."""
         unread = {name: self._running[name] for name in self._running if name in self._unread}
-        self._unread.clear()
-        failed = [request for request, _ in unread.values() if not self._read(request.handle)]
+        unread = {name: running for name, running in unread.items() if self._is_computed(running[0])}
+        self._unread -= unread.keys()
+        failed = [request for request, _ in unread.values() if not self._read(request)]
         rows = [self._failed(request, "the KV could not be loaded") for request in failed]
         read = [name for name in unread if name in self._running]
         self._running.update({name: self._running.pop(name) for name in read})
@@ -409,8 +416,15 @@ class FakeDecodeEngine(FakeEngine):
         """The number of requests that have a slot, or take one when their KV is there."""
         return min(len(self._running), self._slots)
 
-    def _read(self, handle: KvHandle) -> bool:
-        return self.kv.take((handle.engine_id, handle.request_id), handle.claim)
+    def _is_computed(self, request: DecodeRequest) -> bool:
+        """Return whether a sample's prompt is not still to be computed by this engine."""
+        return not isinstance(request.kv, OwnPrompt) or (self.engine_id, request.kv.prefill_id) in self.kv.held
+
+    def _read(self, request: DecodeRequest) -> bool:
+        kv = request.kv
+        if isinstance(kv, OwnPrompt):
+            return self.kv.take((self.engine_id, kv.prefill_id), kv.prefill_id)
+        return self.kv.take((kv.engine_id, kv.request_id), kv.claim)
 
     def _row(self, request: DecodeRequest, drawn: int) -> StepRow:
         if self.fail_after == drawn:

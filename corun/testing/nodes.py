@@ -27,12 +27,13 @@ def prefill_role(
     *,
     kv_blocks: int = KV_BLOCKS,
     engine_id: str = "",
+    samples: Any = None,
     **changes: Any,
 ) -> Role:
-    """Return the parts of a prefill node. engine_id: of its engine. changes: other values for fields of its model
-    contract."""
+    """Return the parts of a prefill node. engine_id: of its engine. samples: the service of a colocated node's other
+    side. changes: other values for fields of its model contract."""
     model, facts = contract(NodeRole.PREFILL, config.model, **changes), Facts(kv_blocks=kv_blocks)
-    return prefill_service.role(config, ref, FakePrefillEngine(model, kv, facts, ref, engine_id))
+    return prefill_service.role(config, ref, FakePrefillEngine(model, kv, facts, ref, engine_id), samples)
 
 
 def decode_role(

@@ -54,7 +54,7 @@ class KvHandle(_message.Message):
     def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ..., claim: _Optional[str] = ..., owners: _Optional[_Iterable[_Union[KvOwner, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "generation", "prompt_token_ids", "reader", "share_scope", "more_follow", "isolated")
+    __slots__ = ("request_id", "generation", "prompt_token_ids", "reader", "share_scope", "more_follow", "isolated", "sample")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class PrefillRequest(_message.Message):
     SHARE_SCOPE_FIELD_NUMBER: _ClassVar[int]
     MORE_FOLLOW_FIELD_NUMBER: _ClassVar[int]
     ISOLATED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -69,13 +70,26 @@ class PrefillRequest(_message.Message):
     share_scope: str
     more_follow: bool
     isolated: bool
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., share_scope: _Optional[str] = ..., more_follow: bool = ..., isolated: bool = ...) -> None: ...
+    sample: PromptSample
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., share_scope: _Optional[str] = ..., more_follow: bool = ..., isolated: bool = ..., sample: _Optional[_Union[PromptSample, _Mapping]] = ...) -> None: ...
+
+class PromptSample(_message.Message):
+    __slots__ = ("lease_id", "sampling_params", "seed")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    sampling_params: _types_pb2.SamplingParams
+    seed: int
+    def __init__(self, lease_id: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "started")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     handle: KvHandle
-    def __init__(self, handle: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
+    started: bool
+    def __init__(self, handle: _Optional[_Union[KvHandle, _Mapping]] = ..., started: bool = ...) -> None: ...
 
 class ReleaseKvRequest(_message.Message):
     __slots__ = ("request_id", "generation")

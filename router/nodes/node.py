@@ -21,6 +21,7 @@ from router.placement import (
     DecodeRoom,
     Need,
     PrefillRoom,
+    is_one_engine,
 )
 
 C = TypeVar("C", bound=NodeClient)
@@ -235,6 +236,11 @@ class Placement(PrefillPlacement):
     @property
     def refs(self) -> tuple[NodeRef, NodeRef]:
         return self.prefill.info.ref, self.decode.info.ref
+
+    @property
+    def is_one_engine(self) -> bool:
+        """Whether one engine computes the prompt and runs the sample."""
+        return is_one_engine(self.decode.room, self.prefill.room)
 
     def refuse(self) -> None:
         """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no

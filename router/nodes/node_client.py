@@ -146,13 +146,17 @@ class PrefillClient(NodeClient):
         share_scope: str = "",
         more_follow: bool = False,
         isolated: bool = False,
-    ) -> KvHandle:
+        sample: prefill_pb2.PromptSample | None = None,
+    ) -> tuple[KvHandle, bool]:
         """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
         this call drops the work.
 
         share_scope: the scope in which equal prompts may get the same KV; empty if it is computed for this call alone.
         more_follow: whether other samples that may get the same KV wait. isolated: compute it as the contract says, and
-        in no other way that gives the same bits.
+        in no other way that gives the same bits. sample: one that the reader, which has the same engine, may start.
+
+        Returns:
+            the handle, and whether the sample was started.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
@@ -162,9 +166,10 @@ class PrefillClient(NodeClient):
             share_scope=share_scope,
             more_follow=more_follow,
             isolated=isolated,
+            sample=sample,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
-        return codec.kv_handle_from_proto(response.handle)
+        return codec.kv_handle_from_proto(response.handle), response.started
 
     async def score(
         self,
@@ -244,6 +249,11 @@ class RemoteLease:
         self.place: int | None = None
         """Where people are shown the sample, if anybody has looked (`router.slots`)."""
         self._take_token = take_token
+
+    def with_prompt(self, params: SamplingParams, seed: int) -> prefill_pb2.PromptSample:
+        """Return the sample of a granted lease as it goes with its prompt."""
+        given = codec.sampling_params_to_proto(params)
+        return prefill_pb2.PromptSample(lease_id=self.lease_id, sampling_params=given, seed=seed)
 
     def note_read(self, now: float) -> None:
         self.has_kv = True
@@ -363,6 +373,10 @@ class DecodeClient(NodeClient):
         if not lease.reserving.done():
             raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
+
+    def note_started(self, lease: RemoteLease) -> None:
+        """Note that the lease's sample was started with its prompt."""
+        lease.heard_at = self._clock.time()
 
     async def start(
         self,

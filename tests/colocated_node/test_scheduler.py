@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +223,43 @@ LOAD_ROW = ("loads", "rows")
 
 
 @PLATFORMS
+@pytest.mark.parametrize("prompt", [1, 16, 17, 33, 100])
+@pytest.mark.parametrize("freedoms", [(), (*MIXED, "cached")], ids=["turns", "mixed"])
+def test_a_sample_that_comes_with_its_prompt_begins_in_the_step_after_it(
+    stepping: ModuleType, platform: Platform, prompt: int, freedoms: tuple[str, ...]
+) -> None:
+    """Before the result of the prompt's last step is there, and in vain waits nobody behind it. Later ones find blocks
+    of the first in the prefix cache."""
+    one = sample(prompt, 3, own=True, with_prompt=True, freedoms=freedoms)
+    ops = (one, sample(40, 3), one, Run(3), one)
+    trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
+    record = play(stepping, trace, platform)
+    assert violations(record, trace, stepping) == set()
+    at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(7)]
+    assert [at[n][0] for n in (0, 3, 5)] == [at[n + 1][-1] + 1 for n in (0, 3, 5)]
+    assert sorted(record.read) == [0, 2, 3, 5]
+
+
+@PLATFORMS
+def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(
+    stepping: ModuleType, platform: Platform
+) -> None:
+    for run, which in itertools.product(range(6), range(2)):
+        ops = (
+            sample(40, 5, own=True, with_prompt=True),
+            Run(run),
+            Abort(which),
+            sample(40, 5, own=True, with_prompt=True),
+        )
+        trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16)
+        engine = stepping.engine(COLOCATED, trace, platform, role=None)
+        record = engine.play()
+        assert violations(record, trace, stepping) == set()
+        assert record.finished[2] == "length"
+        assert engine.scheduler._with_prompt == {}
+
+
+@PLATFORMS
 def test_without_a_free_slot_own_kv_is_copied_early(stepping: ModuleType, platform: Platform) -> None:
     """So that its prompt's blocks are free for the next prompt, as with a peer's. Who waits longest gets the slot."""
     ops = (sample(33, 9, own=True), Run(3), sample(33, 3, own=True), Run(2), sample(33, 3, own=True))
@@ -388,6 +425,22 @@ def trust_copies(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None
     monkeypatch.setattr(module, "LACKS_KV", ())
 
 
+def tell_too_early(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    """Samples that came with their prompts begin after its first chunk."""
+    note = cls._note_last_steps
+
+    def told(self: Any, chosen: Any) -> None:
+        names = ("request_id", "num_prompt_tokens", "prompt_token_ids", "kv_transfer_params")
+        prompts = [{name: getattr(request, name) for name in names} for request in chosen]
+        note(self, [SimpleNamespace(**prompt, num_computed_tokens=PLENTY) for prompt in prompts])
+
+    monkeypatch.setattr(cls, "_note_last_steps", told)
+
+
+def outlive_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "finish_requests", lambda self, *args: super(cls, self).finish_requests(*args))
+
+
 def begin_with_nothing(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
     """Samples of a peer's prompts begin at once, too, while their KV is on its way."""
     monkeypatch.setattr(cls, "_is_own", lambda self, request: True)
@@ -408,6 +461,8 @@ CONTROLS: dict[str, tuple[Break, str]] = {
     "what prompts hold is forgotten": (forget_what_prompts_hold, "prompts use the samples' blocks"),
     "copies begin beyond the slots": (begin_anyway, "more rows than slots"),
     "refused copies are told as done": (trust_copies, "a failed read is told as done"),
+    "rows begin before their prompts end": (tell_too_early, "decodes from another KV than its prompt's"),
+    "samples outlive their prompts": (outlive_prompts, "stuck"),
     "rows begin before their KV is there": (begin_with_nothing, "decodes from another KV than its prompt's"),
     "what decode writes is found": (let_all_be_found, "decodes from another KV than its prompt's"),
 }

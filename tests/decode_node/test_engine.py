@@ -24,7 +24,7 @@ from corun.params import SamplingParams
 from corun.testing.engines import certificate
 from corun.types import FinishReason, KvOwner, NixlEndpoint, NodeRole
 from decode_node.engine import VllmDecodeEngine, arguments
-from decode_node.service import DecodeRequest, StepRow
+from decode_node.service import DecodeRequest, OwnPrompt, StepRow
 from tests.handles import a_handle
 from tests.loading import load
 
@@ -212,6 +212,23 @@ async def test_the_handle_becomes_a_read(engine: VllmDecodeEngine, claim: str, r
         "remote_port": 7000,
         "tp_size": 1,
         "corun_stamps": stamps(owners, PROMPT, 16),
+    }
+
+
+async def test_of_a_prompt_that_is_not_computed_the_scheduler_learns_which_it_is(engine: VllmDecodeEngine) -> None:
+    own = OwnPrompt("prefill-1", HANDLE.prefill_node)
+    await engine.start(DecodeRequest("lease-1", own, PROMPT, SamplingParams(), seed=1))
+    (asked,) = engine._llm.engine_core.asked
+    assert asked.sampling_params.extra_args["kv_transfer_params"] == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine.engine_id,
+        "remote_request_id": "prefill-1",
+        "remote_block_ids": [[]],
+        "remote_host": "",
+        "remote_port": 0,
+        "tp_size": 1,
+        "corun_own_prompt": ["prefill-1", HANDLE.prefill_node.node_id, HANDLE.prefill_node.generation],
     }
 
 

@@ -6,12 +6,14 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from corun.errors import (
+    CorunError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
@@ -28,13 +30,15 @@ from corun.rpc.server import GrpcServer
 from corun.types import Alternatives, FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
-from decode_node.service import DecodeRequest, DecodeService, StepRow
+from corun.v1.prefill_service_pb2 import PromptSample
+from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepRow
 from decode_node.slots import SlotTable
 from tests.answers import DEADLINE_S, refusal, until
 from tests.handles import a_handle
 
 REF = NodeRef(node_id="d0", generation="a" * 16)
 PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=2, stamp_addresses=(4096, 2**63))
+PREFILL = NodeRef(node_id="c0-prefill", generation="b" * 16)
 PROMPT = (1, 2, 3)
 SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
 LONG_MS, SHORT_MS = 60_000, 1000
@@ -271,12 +275,68 @@ async def test_start_hands_over_all_that_the_engine_needs_once(node: Node) -> No
     params = SamplingParams(temperature=0.5, top_k=3, max_tokens=5, stop_token_ids=[9], logit_bias={4: 1.5})
     await node.start(lease, params=params, seed=2**63 - 1)
     (request,) = node.engine.running.values()
-    assert request.handle == handle()
+    assert request.kv == handle()
     assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
     error = await refusal(node.start(lease, params=params))
     assert isinstance(error, InvalidArgumentError)
     assert (error.field, error.limit) == ("lease_id", "must not have been started before")
     assert len(node.engine.running) == 1
+
+
+CONTEXT: Any = SimpleNamespace(invocation_metadata=tuple)
+
+
+def with_prompt(node: Node, lease_id: int, prompt: Sequence[int] = PROMPT, **fields: Any) -> Any:
+    params = codec.sampling_params_to_proto(fields.get("params", SamplingParams(max_tokens=8)))
+    sample = PromptSample(lease_id=lease_id, sampling_params=params, seed=fields.get("seed", 42))
+    reader = fields.get("reader", REF)
+    return node.service.start_with_prompt(sample, prompt, reader, "prefill-1", PREFILL, CONTEXT)
+
+
+async def test_a_sample_that_comes_with_its_prompt_runs_in_its_lease(node: Node) -> None:
+    steps = await node.steps()
+    lease = (await node.reserve(share_key=f"{prompt_digest(PROMPT)} client")).lease_id
+    params = SamplingParams(temperature=0.5, max_tokens=8)
+    await with_prompt(node, lease, params=params, seed=2**63 - 1)
+    (request,) = node.engine.running.values()
+    assert request.kv == OwnPrompt("prefill-1", PREFILL)
+    assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
+    assert request.share_key == f"{prompt_digest(PROMPT)} client"
+    node.service.on_step([StepRow(request.request_id, 7, -0.5)])
+    assert await steps.rows() == [(lease, 7, -0.5)]
+    await node.release(lease)
+    await until(lambda: node.engine.aborted == [request.request_id])
+    await node.until_free()
+
+
+@pytest.mark.parametrize("error", [InvalidArgumentError("sampling_params.top_k", 1, "no"), UnavailableError("busy")])
+async def test_a_lease_waits_for_its_start_if_its_sample_cannot_come_with_the_prompt(
+    node: Node, error: CorunError
+) -> None:
+    await node.steps()
+    lease = (await node.reserve()).lease_id
+    for refused in ({"params": SamplingParams(max_tokens=9)}, {"prompt": (*PROMPT, 4)}):
+        with pytest.raises(InvalidArgumentError, match="prompt_token_ids, max_tokens"):
+            await with_prompt(node, lease, **refused)
+    with pytest.raises(NotFoundError):
+        await with_prompt(node, lease + 1)
+    with pytest.raises(InvalidArgumentError, match="reader"):
+        await with_prompt(node, lease, reader=NodeRef(node_id="d1", generation=REF.generation))
+    with pytest.raises(StaleGenerationError):
+        await with_prompt(node, lease, reader=NodeRef(node_id=REF.node_id, generation="c" * 16))
+    node.engine.error = error
+    with pytest.raises(type(error)):
+        await with_prompt(node, lease)
+    node.engine.error = None
+    assert node.engine.running == {}
+    await node.start(lease)
+    assert len(node.engine.running) == 1
+
+
+async def test_a_sample_of_another_prompt_than_its_lease_shares_is_refused(node: Node) -> None:
+    lease = (await node.reserve(share_key=f"{prompt_digest((9, 9, 9))} client")).lease_id
+    with pytest.raises(InvalidArgumentError, match="must begin the lease's share_key"):
+        await with_prompt(node, lease)
 
 
 REFUSED = {

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from corun.node.kv.handle import owner
 from corun.node.kv.stamps import Owned, Prefills, StampTable
+from corun.node.kv.stamps import stamps as block_stamps
+from corun.types import NodeRef
+from prefill_node.sharing import KEEPER
 from tests.loading import load
 from tests.node.worker_half import STAMPS, stamps
 
@@ -133,6 +137,44 @@ def test_a_prompt_with_several_readers_is_let_go_after_the_last(own: Any, module
     assert own._readers == own._released == {}
 
 
+@pytest.mark.parametrize("others", [[], ["t"]])
+def test_a_prompt_with_a_keeper_is_held_until_that_lets_it_go(own: Any, module: ModuleType, others: list[str]) -> None:
+    """The sample that came with it reads it before anybody knows who else will, and may wish to compare its bits."""
+    step(module, own, readers={"a": ["a", KEEPER]}, reqs_to_recv={"s": sample([1, 7, 2])}, stamps={"s": STAMPS})
+    assert own.get_finished(set()) == (set(), {"s"})
+    assert own.share("a", others)
+    own.release("a", KEEPER)
+    if others:
+        assert own.get_finished(set()) == (set(), set())
+        own.connector_worker.inbox.append(b"a/t:2")
+    assert own.get_finished(set()) == ({"a"}, set())
+    assert own._readers == own._released == {}
+
+
+def test_the_readers_of_a_prompt_that_is_given_up_are_forgotten(own: Any, module: ModuleType) -> None:
+    step(module, own, readers={"p": ["p", KEEPER]})
+    assert own._readers == {"p": {"p", KEEPER}}
+    step(module, own, reqs_not_processed={"p"})
+    assert own._readers == {}
+
+
+def test_a_prompts_own_readers_are_told_when_it_begins(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    made: Any = object.__new__(module.CorunNixlConnector)
+    made._prefills, made._has_both, made._begun = Prefills(16), True, {}
+    made.connector_scheduler = SimpleNamespace(
+        _reqs_need_recv={},
+        update_state_after_alloc=lambda *args: None,
+        build_connector_meta=lambda output: nixl.NixlConnectorMetadata(),
+    )
+    for name, params in (("p", {"do_remote_decode": True, "corun_readers": ["p", KEEPER]}), ("q", None)):
+        made.update_state_after_alloc(SimpleNamespace(request_id=name, kv_transfer_params=params), None, 0)
+    nothing = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[])
+    )
+    assert [made.build_connector_meta(nothing).readers for _ in range(2)] == [{"p": ["p", KEEPER]}, {}]
+
+
 def test_a_sample_that_ended_before_it_read_only_lets_its_prompt_go(own: Any, module: ModuleType) -> None:
     before = blocks(own)
     given = step(module, own, reqs_to_recv={"s": sample([])}, stamps={"s": STAMPS})
@@ -162,7 +204,7 @@ def test_blocks_that_a_sample_gets_are_no_prompts_any_more(
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
     prefills = Prefills(16)
     made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both = prefills, both
+    made._prefills, made._has_both, made._begun = prefills, both, {}
     asked = SimpleNamespace(kv_transfer_params={"corun_stamps": STAMPS})
     made.connector_scheduler = SimpleNamespace(
         _reqs_need_recv={"t": (asked, ([3, 1],)), "gone": (asked, [])},
@@ -183,3 +225,33 @@ def test_blocks_that_a_sample_gets_are_no_prompts_any_more(
     for one in owned:
         table.own(one.blocks, one.stamps)
     assert table.rows[[1, 3, 4, 5, 6], 0].any() != both
+
+
+def test_a_prompts_stamps_are_those_of_all_who_computed_its_blocks(own: Any) -> None:
+    """What a sample that came with its prompt must find: of earlier prompts, the blocks that were cached."""
+    node = NodeRef(node_id="c0-prefill", generation="a" * 16)
+    own._prefills = prefills = Prefills(16)
+    prompts = []
+    for name, length, computed in (("first", 40, 0), ("second", 33, 16)):
+        tokens = [*range(length)]
+        params = {"do_remote_decode": True, "corun_stamps": made_for(tokens, (name, -(-length // 16)), node=node)}
+        prompts.append(
+            SimpleNamespace(
+                request_id=name,
+                prompt_token_ids=tokens,
+                kv_transfer_params=params,
+                num_computed_tokens=computed,
+                num_prompt_tokens=length,
+            )
+        )
+        prefills.begin(prompts[-1])
+    prefills.give("first", [4, 6, 5], anew=False)
+    prefills.give("second", [4, 7, 2], anew=False)
+    assert own.stamps_of(prompts[0], ([4, 6, 5],), node) is prompts[0].kv_transfer_params["corun_stamps"]
+    found = own.stamps_of(prompts[1], ([4, 7, 2],), node)
+    assert found == made_for(prompts[1].prompt_token_ids, ("first", 1), ("second", 2), node=node)
+    assert found != prompts[1].kv_transfer_params["corun_stamps"]
+
+
+def made_for(tokens: list[int], *owners: tuple[str, int], node: NodeRef) -> bytes:
+    return block_stamps([(owner(name, node), count) for name, count in owners], tokens, 16)

@@ -25,6 +25,7 @@ from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
+from prefill_node.sharing import KEEPER, StartSample
 from tests.answers import DEADLINE_S, refusal, until
 from tests.handles import a_handle
 
@@ -57,7 +58,10 @@ class Engine:
         scope: str = "",
         *,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> tuple[KvHandle, float]:
+        if start_sample is not None:
+            await start_sample()
         self.computing.append(request_id)
         self.isolated += [request_id] * isolated
         began = asyncio.get_running_loop().time()
@@ -167,6 +171,58 @@ async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> Non
     assert (await node.service.load()).tokens == 10
     assert node.service.metrics.prompts.value == 1
     await until(lambda: node.engine.released == ["a"])
+
+
+class Samples:
+    """The other side of a colocated node."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.error: Exception | None = None
+        self.started: list[tuple[Any, ...]] = []
+        self._engine = engine
+
+    async def start_with_prompt(
+        self,
+        sample: pb.PromptSample,
+        prompt: Sequence[int],
+        reader: NodeRef,
+        prefill_id: str,
+        prefill_node: NodeRef,
+        context: Any,
+    ) -> None:
+        if self.error:
+            raise self.error
+        assert prefill_id not in self._engine.computing, "the sample must be there before its prompt"
+        self.started.append((sample.lease_id, tuple(prompt), reader, prefill_id, prefill_node))
+
+
+@pytest.mark.parametrize("fields", [{}, {"share_scope": "client"}, {"isolated": True}])
+async def test_a_sample_starts_with_its_prompt(node: Node, fields: dict[str, Any]) -> None:
+    sample = pb.PromptSample(lease_id=5)
+    assert not (await node.prefill("alone", sample=sample, **fields)).started, "no other side is here"
+    node.service._samples = samples = Samples(node.engine)
+    answer = await node.prefill("r", (7, 8, 9), sample=sample, **fields)
+    assert answer.started
+    assert samples.started == [(5, (7, 8, 9), READER, "r", REF)]
+    assert codec.kv_handle_from_proto(answer.handle).request_id == "r"
+    await until(lambda: node.engine.released == [KEEPER])
+    assert not (await node.prefill("s", (7, 8), **fields)).started
+
+
+async def test_a_sample_whose_prompt_is_anothers_or_that_cannot_start_waits_for_its_handle(node: Node) -> None:
+    """The prompt is computed all the same: others may wait for it, too."""
+    node.service._samples = samples = Samples(node.engine)
+    node.engine.go.clear()
+    calls = []
+    for number, name in enumerate("ab"):
+        call = node.prefill(name, share_scope="client", sample=pb.PromptSample(lease_id=number))
+        calls.append(asyncio.ensure_future(call))
+        await until(lambda: node.service.queued_prompts == len(calls))
+    node.engine.go.set()
+    assert [(await call).started for call in calls] == [True, False]
+    assert [started[0] for started in samples.started] == [0]
+    samples.error = InvalidArgumentError("sampling_params.top_k", 1, "no")
+    assert not (await node.prefill("c", (9, 9), sample=pb.PromptSample())).started
 
 
 async def test_an_isolated_prompt_shares_no_kv_whatever_its_scope(node: Node) -> None:

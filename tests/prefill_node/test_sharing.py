@@ -12,7 +12,7 @@ from corun.node.kv.handle import binding
 from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.sharing import KEEPER, Sharing
+from prefill_node.sharing import KEEPER, Sharing, StartSample
 from tests.handles import a_handle
 
 READER = NodeRef(node_id="d0", generation="d" * 16)
@@ -44,7 +44,10 @@ class Engine:
         scope: str = "",
         *,
         isolated: bool = False,
+        start_sample: StartSample | None = None,
     ) -> tuple[KvHandle, float]:
+        if start_sample is not None:
+            await start_sample()
         await self.go.wait()
         if self.error:
             raise self.error

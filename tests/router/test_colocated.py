@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
-from corun.testing.engines import expected
+from corun.testing.engines import FakeDecodeEngine, expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
+from decode_node.service import DecodeRequest, OwnPrompt
 from router.nodes.registry import Registry
+from tests.answers import until
 from tests.clusters import FakeCluster, cluster, generate
 from tests.router.asking import PROMPT
 from tests.router.test_placement import NEED
@@ -98,6 +102,102 @@ async def test_a_finding_of_one_side_refuses_both_whichever_comes_first(
     assert found["c0-decode"][0] is NodeState.REFUSED
     assert found["c0-prefill"][0] is (NodeState.LOST if order > 0 else NodeState.REFUSED)
     assert all("the logits moved" in detail for _, detail in found.values())
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the samples that engines started came with."""
+    found: list[str] = []
+    start = FakeDecodeEngine.start
+
+    async def noted(engine: FakeDecodeEngine, request: DecodeRequest) -> None:
+        found.append("prompt" if isinstance(request.kv, OwnPrompt) else "handle")
+        await start(engine, request)
+
+    monkeypatch.setattr(FakeDecodeEngine, "start", noted)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_sample_comes_with_its_prompt_and_others_of_the_prompt_after_it(
+    model: str, started: list[str], n: int
+) -> None:
+    params = SamplingParams(logprobs=True, n=n)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        node = await fake.add_colocated("c1")
+        await fake.ready("c1-prefill", "c1-decode")
+        prefill = node.sides[NodeRole.PREFILL]
+        async with prefill.engine.turn:
+            call = asyncio.ensure_future(generate(fake, PROMPT, params, seed=9))
+            await until(lambda: prefill.service.queued_prompts == n)
+        outputs = await call
+        assert started == ["prompt", *["handle"] * (n - 1)]
+        assert prefill.engine.prefilled == [tuple(PROMPT)]
+        assert [output.token_ids for output in outputs] == [
+            expected(PROMPT, params, output.seed)[0] for output in outputs
+        ]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_who_asks_for_a_prompt_that_another_sample_came_with_gets_its_kv(
+    model: str, started: list[str], leaves: bool
+) -> None:
+    """Also if the other one has read it before anybody knows of the second reader, or has left."""
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        node = await fake.add_colocated("c1")
+        await fake.ready("c1-prefill", "c1-decode")
+        prefill = node.sides[NodeRole.PREFILL]
+        async with prefill.engine.turn:
+            calls = [asyncio.ensure_future(generate(fake, PROMPT, seed=1))]
+            await until(lambda: started == ["prompt"])
+            calls.append(asyncio.ensure_future(generate(fake, PROMPT, seed=2)))
+            await until(lambda: prefill.service.queued_prompts == 2)
+            if leaves:
+                calls[0].cancel()
+                await until(lambda: prefill.service.queued_prompts == 1)
+        for seed, call in list(enumerate(calls, start=1))[leaves:]:
+            (output,) = await call
+            assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), seed)[0]
+        assert started == ["prompt", "handle"]
+        assert prefill.engine.prefilled == [tuple(PROMPT)]
+
+
+async def test_a_sample_that_cannot_come_with_its_prompt_starts_after_it(model: str, started: list[str]) -> None:
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        node = await fake.add_colocated("c1")
+        await fake.ready("c1-prefill", "c1-decode")
+        node.engine.start_errors = [UnavailableError("busy")]
+        (output,) = await generate(fake, PROMPT, seed=9)
+        assert started == ["prompt", "handle"]
+        assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), 9)[0]
+
+
+@pytest.mark.parametrize("then", ["the client leaves", "the prompt fails", "the node dies"])
+async def test_what_came_with_a_prompt_ends_with_it(model: str, started: list[str], then: str) -> None:
+    """Nothing is held when the cluster is idle. If the client still waits, the sample runs again."""
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        for name in ("c1", "c2"):
+            await fake.add_colocated(name)
+        await fake.ready("c1-prefill", "c1-decode", "c2-prefill", "c2-decode")
+        engines = [node.sides[NodeRole.PREFILL].engine for node in fake.nodes]
+        async with contextlib.AsyncExitStack() as held:
+            for engine in engines:
+                await held.enter_async_context(engine.turn)
+            call = asyncio.ensure_future(generate(fake, PROMPT, seed=9))
+            await until(lambda: started == ["prompt"])
+            (busy,) = (node for node in fake.nodes if node.engine._running)
+            if then == "the client leaves":
+                call.cancel()
+                await asyncio.wait((call,))
+                await until(lambda: not busy.engine._running)
+                return
+            if then == "the prompt fails":
+                busy.sides[NodeRole.PREFILL].engine.errors = [UnavailableError("no")]
+            else:
+                await fake.kill(busy.ref.node_id)
+        (output,) = await call
+        assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), 9)[0]
+        assert started == ["prompt"] * 2
 
 
 @pytest.mark.parametrize("lent", ["prefill", "decode"])

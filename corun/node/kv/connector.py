@@ -30,13 +30,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from corun.node.kv import own_kv
 from corun.node.kv.digest import KvDigest, region_words
-from corun.node.kv.handle import AT_ONCE_PARAM, OWNERS_PARAM, STAMPS_PARAM, TARGETS_PARAM, names_in
+from corun.node.kv.handle import (
+    AT_ONCE_PARAM,
+    OWNERS_PARAM,
+    READERS_PARAM,
+    STAMPS_PARAM,
+    TARGETS_PARAM,
+    names_in,
+    owner,
+)
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.judging import UNKNOWN, Claim, Judge, Verdict
 from corun.node.kv.paced_reads import PacedReads
-from corun.node.kv.stamps import STAMP_BYTES, Owned, PeerTable, Prefills, StampTable, Transfers
+from corun.node.kv.stamps import STAMP_BYTES, Owned, PeerTable, Prefills, StampTable, Transfers, stamps
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
+from corun.types import NodeRef
 
 RELEASE_TTL_S = 60.0
 """A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time."""
@@ -79,6 +88,8 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Prefill: the blocks that get digests after the step."""
         self.stamps: dict[str, bytes] = {}
         """Decode: the stamps that the handle's blocks must have, by request id."""
+        self.readers: dict[str, list[str]] = {}
+        """Colocated: the prefills that have several readers from the beginning on, and these."""
         self.rows: int | None = None
         """Colocated: the number of decode rows in a step that also holds prompts; None: it holds none."""
 
@@ -96,6 +107,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.expired = 0
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
+        self._begun: dict[str, list[str]] = {}  # request id -> readers, of prompts that began in the step to be made
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
         self._prefills = Prefills(vllm_config.cache_config.block_size)
@@ -122,6 +134,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._prefills.begin(request)
+        if readers := (request.kv_transfer_params or {}).get(READERS_PARAM):
+            self._begun[request.request_id] = readers
         if (request.kv_transfer_params or {}).get(AT_ONCE_PARAM):
             # The prompt's lease need not be renewed. vLLM does that until it hears that the read has ended.
             self.connector_scheduler._stop_heartbeat(request.request_id)
@@ -138,11 +152,20 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             params[OWNERS_PARAM] = owners
         return finished
 
+    def stamps_of(self, prompt: Any, blocks: Any, node: NodeRef) -> bytes:
+        """Return the stamps of a prompt's blocks, which may be those of earlier prompts. node: who computes prompts."""
+        owners = [(owner(name, node), count) for name, count in self._prefills.owners_of(itertools.chain(*blocks))]
+        if len(owners) == 1 and owners[0][0] == owner(prompt.request_id, node):
+            found: bytes = prompt.kv_transfer_params[STAMPS_PARAM]
+            return found
+        return stamps(owners, prompt.prompt_token_ids, self._block_size)
+
     def build_connector_meta(self, scheduler_output: Any) -> HandoffMetadata:
         reads = self.connector_scheduler._reqs_need_recv
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
         others = [block for _, groups in reads.values() for block in itertools.chain(*groups)]
         meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # This call empties `_reqs_need_recv`.
+        meta.readers, self._begun = self._begun, {}
         meta.stamps = {name: given[STAMPS_PARAM] for name, given in params.items() if STAMPS_PARAM in given}
         for name, groups, anew in yield_req_data(scheduler_output) if self._prefills or self._has_both else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
@@ -197,6 +220,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         and a peer that still reads the old KV must not accept the zeros."""
         for owned in kv_connector_metadata.owned:
             self.table.own(owned.blocks, owned.stamps)
+        self._readers.update((name, set(readers)) for name, readers in kv_connector_metadata.readers.items())
+        for name in kv_connector_metadata.reqs_not_processed:
+            self._readers.pop(name, None)
         super().handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

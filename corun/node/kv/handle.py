@@ -46,6 +46,12 @@ TOPS_PARAM = "corun_tops"
 AT_ONCE_PARAM = "corun_at_once"
 """The key in a sample's `kv_transfer_params` for whether its KV, which this engine holds, is copied in the step that
 computes its first row, and not a step earlier."""
+OWN_PROMPT_PARAM = "corun_own_prompt"
+"""The key in the `kv_transfer_params` of a sample that came with its prompt, for the prompt, until that is in its last
+step: (request id of the prefill, id and generation of the prefill node)."""
+READERS_PARAM = "corun_readers"
+"""The key in a prefill's `kv_transfer_params` for the names of those who keep its KV from the beginning on, if they are
+others than itself."""
 CHECK_PARAM = "corun_check"
 """The key in a prefill's `kv_transfer_params` for whether the blocks get digests."""
 READER = "/"

@@ -283,6 +283,10 @@ class Prefills:
         the number of its consecutive blocks; nothing for a request that was ignored."""
         if self._running.pop(request_id, None) is None:
             return []
+        return self.owners_of(blocks)
+
+    def owners_of(self, blocks: Iterable[int]) -> list[tuple[str, int]]:
+        """Return the ids of the prefills that computed these blocks, each with the number of consecutive ones."""
         return [(name, len(list(run))) for name, run in itertools.groupby(self._owners[block] for block in blocks)]
 
     def give(self, request_id: str, blocks: Iterable[int], *, anew: bool) -> Owned | None:
