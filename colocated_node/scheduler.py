@@ -82,10 +82,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         """End requests, and with a prompt the sample that came with it and has not begun: its KV is gone."""
         finished = super().finish_requests(request_ids, finished_status)
         self._forget_begun()
-        ended = (self._with_prompt.get(request.request_id) for request in finished)
+        ended = [self._with_prompt.pop(request.request_id, None) for request in finished]
         if lost := [sample.request_id for sample in ended if sample is not None]:
             finished += super().finish_requests(lost, finished_status)
-            self._forget_begun()
         return finished
 
     def _forget_begun(self) -> None:

@@ -42,7 +42,7 @@ from corun.types import (
 )
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
-from corun.v1.prefill_service_pb2 import PromptSample
+from corun.v1.prefill_service_pb2 import PrefillRequest
 from decode_node.metrics import DecodeMetrics
 from decode_node.slots import Lease, NoRoomError, SlotTable, rows_of_step
 
@@ -305,26 +305,20 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             raise
         return pb.StartResponse()
 
-    async def start_with_prompt(
-        self,
-        sample: PromptSample,
-        prompt: Sequence[int],
-        reader: NodeRef,
-        prefill_id: str,
-        prefill_node: NodeRef,
-        context: Context,
-    ) -> None:
-        """Start a sample whose prompt the same engine is about to compute.
+    async def start_with_prompt(self, request: PrefillRequest, prefill_node: NodeRef, context: Context) -> None:
+        """Start the sample of a prompt that the same engine is about to compute.
 
         Raises what `Start` raises. After a CorunError the lease goes on, since its router then calls `Start`.
         """
+        reader = codec.node_ref_from_proto(request.reader)
         if reader.node_id != self.ref.node_id:
             raise InvalidArgumentError("reader", str(reader), f"must be {self.ref}")
         self._check_open(reader.generation)
+        sample, prompt = request.sample, list(request.prompt_token_ids)
         lease = self._held(sample.lease_id)
         params = codec.sampling_params_from_proto(sample.sampling_params)
         self._check_lease(lease, prompt, params, prompt_digest(prompt))
-        kv, key = OwnPrompt(prefill_id, prefill_node), lease.blocks.share_key
+        kv, key = OwnPrompt(request.request_id, prefill_node), lease.blocks.share_key
         decode = DecodeRequest(lease.request_id, kv, prompt, params, sample.seed, key)
         try:
             await self._start(lease, decode, context)

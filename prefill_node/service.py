@@ -32,16 +32,8 @@ log = logging.getLogger(__name__)
 class Samples(Protocol):
     """Starts samples in the engine that computes their prompts."""
 
-    async def start_with_prompt(
-        self,
-        sample: pb.PromptSample,
-        prompt: Sequence[int],
-        reader: NodeRef,
-        prefill_id: str,
-        prefill_node: NodeRef,
-        context: Context,
-    ) -> None:
-        """Start a sample of a prompt that the engine is about to compute. Raises CorunError if it cannot start."""
+    async def start_with_prompt(self, request: pb.PrefillRequest, prefill_node: NodeRef, context: Context) -> None:
+        """Start the sample of a prompt that the engine is about to compute. Raises CorunError if it cannot start."""
 
 
 class GivenUpError(UnavailableError):
@@ -119,7 +111,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             nonlocal started
             assert samples is not None
             try:
-                await samples.start_with_prompt(request.sample, prompt, reader, name, self.ref, context)
+                await samples.start_with_prompt(request, self.ref, context)
                 started = True
             except CorunError as error:  # The prompt may be for others, too. The router starts the sample afterwards.
                 log.info("the sample of prefill %s does not start with it: %s", name, error)

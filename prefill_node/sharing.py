@@ -161,14 +161,15 @@ class _Computation:
         try:
             handle = await self._sharing.compute(self.name, prompt, reader, scope, start_sample=start_sample)
             await self._count()
-            if start_sample is not None and KEEPER not in self.claims:
-                self._sharing.drop(self.name, {KEEPER})
         except BaseException as error:
             self.is_gone = True
             if self.claims or isinstance(error, asyncio.CancelledError):
                 # The KV may exist, but no request gets its handle.
-                self._sharing.drop(self.name, {self.name, KEEPER, *self.claims})
+                self._sharing.drop(self.name, {self.name, *self.claims})
             raise
+        finally:
+            if start_sample is not None and KEEPER not in self.claims:
+                self._sharing.drop(self.name, {KEEPER})
         return handle
 
     async def _count(self) -> None:

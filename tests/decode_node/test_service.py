@@ -30,7 +30,7 @@ from corun.rpc.server import GrpcServer
 from corun.types import Alternatives, FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
-from corun.v1.prefill_service_pb2 import PromptSample
+from corun.v1.prefill_service_pb2 import PrefillRequest, PromptSample
 from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepRow
 from decode_node.slots import SlotTable
 from tests.answers import DEADLINE_S, refusal, until
@@ -289,8 +289,9 @@ CONTEXT: Any = SimpleNamespace(invocation_metadata=tuple)
 def with_prompt(node: Node, lease_id: int, prompt: Sequence[int] = PROMPT, **fields: Any) -> Any:
     params = codec.sampling_params_to_proto(fields.get("params", SamplingParams(max_tokens=8)))
     sample = PromptSample(lease_id=lease_id, sampling_params=params, seed=fields.get("seed", 42))
-    reader = fields.get("reader", REF)
-    return node.service.start_with_prompt(sample, prompt, reader, "prefill-1", PREFILL, CONTEXT)
+    reader = codec.node_ref_to_proto(fields.get("reader", REF))
+    request = PrefillRequest(request_id="prefill-1", prompt_token_ids=prompt, reader=reader, sample=sample)
+    return node.service.start_with_prompt(request, PREFILL, CONTEXT)
 
 
 async def test_a_sample_that_comes_with_its_prompt_runs_in_its_lease(node: Node) -> None:

@@ -181,19 +181,12 @@ class Samples:
         self.started: list[tuple[Any, ...]] = []
         self._engine = engine
 
-    async def start_with_prompt(
-        self,
-        sample: pb.PromptSample,
-        prompt: Sequence[int],
-        reader: NodeRef,
-        prefill_id: str,
-        prefill_node: NodeRef,
-        context: Any,
-    ) -> None:
+    async def start_with_prompt(self, request: pb.PrefillRequest, prefill_node: NodeRef, context: Any) -> None:
         if self.error:
             raise self.error
-        assert prefill_id not in self._engine.computing, "the sample must be there before its prompt"
-        self.started.append((sample.lease_id, tuple(prompt), reader, prefill_id, prefill_node))
+        name, reader = request.request_id, codec.node_ref_from_proto(request.reader)
+        assert name not in self._engine.computing, "the sample must be there before its prompt"
+        self.started.append((request.sample.lease_id, tuple(request.prompt_token_ids), reader, name, prefill_node))
 
 
 @pytest.mark.parametrize("fields", [{}, {"share_scope": "client"}, {"isolated": True}])

@@ -134,9 +134,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._prefills.begin(request)
-        if readers := (request.kv_transfer_params or {}).get(READERS_PARAM):
+        params = request.kv_transfer_params or {}
+        if readers := params.get(READERS_PARAM):
             self._begun[request.request_id] = readers
-        if (request.kv_transfer_params or {}).get(AT_ONCE_PARAM):
+        if params.get(AT_ONCE_PARAM):
             # The prompt's lease need not be renewed. vLLM does that until it hears that the read has ended.
             self.connector_scheduler._stop_heartbeat(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
