@@ -21,7 +21,6 @@ import random
 import secrets
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from corun.node.vllm import start as base
 from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
 from decode_node import engine as decode
 from prefill_node import engine as prefill
+from prefill_node.sharing import StartSample
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {
@@ -99,20 +99,28 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
     return [(token, float(logprobs[token].logprob).hex()) for token, logprobs in rows]
 
 
-async def computed_by(
-    llm: Any, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
-) -> Any:
-    """Compute a prompt as `VllmPrefillEngine` does, over the output loop of `AsyncLLM`, which `drawn` needs."""
-    from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import SamplingParams
+class PrefillEngineOverLlm(prefill.VllmPrefillEngine):
+    """Computes prompts over the output loop of `AsyncLLM`, which `drawn` needs. The node's own engine replaces it."""
 
-    transfer = {"do_remote_decode": True, "do_remote_prefill": False, **given}
-    sampling = SamplingParams(
-        max_tokens=1, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": transfer}
-    )
-    prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
-    found = [output async for output in llm.generate(prompt, sampling, request_id)]
-    return next(output for output in reversed(found) if output.kv_transfer_params)
+    async def _run(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        given: dict[str, Any],
+        cache_salt: str,
+        start_sample: StartSample | None = None,
+    ) -> Any:
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import SamplingParams
+
+        assert start_sample is None, "a prefill node starts no samples"
+        transfer = {"do_remote_prefill": False, **given}
+        sampling = SamplingParams(
+            max_tokens=1, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": transfer}
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
+        found = [output async for output in self._llm.generate(prompt, sampling, request_id)]
+        return next(output for output in reversed(found) if output.kv_transfer_params)
 
 
 async def cache(llm: Any, chunk_size: int, scope: str) -> None:
@@ -124,9 +132,8 @@ async def cache(llm: Any, chunk_size: int, scope: str) -> None:
     endpoint = NixlEndpoint(engine_id="breaking", host="127.0.0.1", port=1, tp_size=1)
     contract: Any = None
     none = Certificate.of_ranks(dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS), "it is not tried here"))
-    engine = prefill.VllmPrefillEngine(llm, base.facts(llm, finding=""), contract, ref, endpoint, 1.0, none)
+    engine = PrefillEngineOverLlm(llm, base.facts(llm, finding=""), contract, ref, endpoint, 1.0, none)
     engine.freedoms |= {CACHED}
-    engine._run = partial(computed_by, llm)  # type: ignore[method-assign]  # This engine passes on no whole steps.
 
     async def digests(tokens: list[int], scope: str) -> tuple[int, list[int]]:
         handle, _ = await engine.prefill(secrets.token_hex(8), tokens, ref, scope)
