@@ -110,7 +110,7 @@ class Page:
 class Browser:
     """A running browser."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
         self._socket = socket
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}

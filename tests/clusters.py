@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import grpc
+
 from corun.config.fields import RouterConfig
 from corun.errors import UnavailableError, from_rpc_error
 from corun.params import SamplingParams
@@ -29,7 +31,7 @@ class FakeCluster(LocalCluster):
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Any]:
         async with channel(self.addresses[0], access=self.client) as link:
-            yield cluster_service_pb2_grpc.ClusterServiceStub(link)
+            yield cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
 
     async def status(self) -> ClusterStatus:
         async with self.stub() as stub:
@@ -95,8 +97,8 @@ async def send(
         async with fake.stub() as stub:
             async for message in stub.Generate(request, timeout=timeout_s):
                 take(outputs[message.sample_index], message)
-    except Exception as error:
-        raise from_rpc_error(error) if hasattr(error, "code") else error from None
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
     if any(output.receipt is None for output in outputs):
         raise UnavailableError("the stream ended before every sample had its receipt")
     return outputs

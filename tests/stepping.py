@@ -308,7 +308,8 @@ class _Engine:
 
     def _owed(self, request: Request) -> int:
         (held,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        return max(0, -(-(request.num_prompt_tokens + request.max_tokens) // BLOCK_SIZE) - len(held))
+        tokens: int = request.num_prompt_tokens + request.max_tokens
+        return max(0, -(-tokens // BLOCK_SIZE) - len(held))
 
     def _take(self, output: Any) -> None:
         number = int(output.request_id)

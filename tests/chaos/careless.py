@@ -6,5 +6,5 @@ from router.__main__ import main
 from router.output import SampleOutput
 
 if __name__ == "__main__":
-    SampleOutput.restart = lambda output: None  # type: ignore[method-assign]
+    SampleOutput.restart = lambda output: None  # type: ignore[method-assign, assignment]
     main()

@@ -83,7 +83,7 @@ class FakeRouter(ClusterServiceServicer):
 
     def start(self, address: str) -> FakeRouter:
         self._server = grpc.server(ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0)])
-        add_ClusterServiceServicer_to_server(self, self._server)
+        add_ClusterServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
         self._server.start()
         return self
@@ -258,8 +258,8 @@ def make_receipt(
 
 def healthy_status() -> ClusterStatus:
     def node(ref: NodeRef, role: NodeRole, **others: Any) -> NodeInfo:
-        sizes = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE, "block_size": 16, "kv_blocks": 640}
-        return NodeInfo(ref=ref, role=role, contract_json=contract(role), model="m", **sizes, **others)
+        others |= {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE, "block_size": 16, "kv_blocks": 640}
+        return NodeInfo(ref=ref, role=role, contract_json=contract(role), model="m", **others)
 
     prefill = node(PREFILL, NodeRole.PREFILL, address="h:1")
     decode = node(DECODE, NodeRole.DECODE, address="h:2", slots=SLOTS)

@@ -165,7 +165,7 @@ class _Breakable:
         with self.breaks[rule](self):
             return str(self.certify())  # type: ignore[attr-defined]
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def overflow(self, zeroing: bool) -> None:
         """Leaves NaN in all KV, as a model that overflows would in its own; without `zeroing` it stays there."""
         runner = self.model_runner  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import struct
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,4 +126,4 @@ def result_of(output: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Stock)))
+    main(tyro.cli(Stock))

@@ -70,11 +70,12 @@ async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None
     kv.held = Files(model / "kv")  # type: ignore[assignment]
     ref = node_ref(config, role)
     made: Role
-    if role is NodeRole.DECODE:
+    if isinstance(config, DecodeConfig):
         made = decode_role(config, ref, kv)
         made.engine.step_ms = STEP_MS
         made.engine.corrupt = (model / WRONG).exists()
     else:
+        assert isinstance(config, PrefillConfig)
         made = prefill_role(config, ref, kv)
     async with observed(config) as observation:
         await live_and_leave(config, [made], stop, observation)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from corun import AsyncClient, CorunError
 from tests.chaos.traffic import Case, streamed
-from tests.fleet.hosts import wait_for
+from tests.machine import wait_for
 
 TIMEOUT_S = 180.0
 CLIENTS = 6

@@ -33,6 +33,8 @@ _MATERIAL = (
 )  # fmt: skip
 _SIZES = (1_000, 20_000, 200_000, 1_000_000, 6_000_000, 15_000_000)
 """UTF-8 bytes of a text."""
+_PRIORITIES = (pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_HIGH, pb.PRIORITY_NORMAL, pb.PRIORITY_LOW)
+_CONDITIONS = (pb.CONDITION_ALONE, pb.CONDITION_CROWDED, pb.CONDITION_OTHER_SLOTS, pb.CONDITION_SHUFFLED)
 _CORNERS: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 0.01, 0.009, 1e-40, 2.0, 2.001, 2.5, 1e30, float("nan"), float("inf"), -0.0),
     "top_p": (1e-300, 1e-6, 1.0, 0.0, 1.0000001),
@@ -173,7 +175,7 @@ async def flood(victim: Victim, rng: Random) -> str:
     """Long prompts at once, whose client goes away in the middle of everything."""
     request = victim.request(rng, rng.randrange(1, victim.max_model_len - 64), max_tokens=64, n=rng.choice((1, 4, 256)))
     request.ClearField("seed")
-    request.priority = rng.choice((0, 1, 2, 3))
+    request.priority = rng.choice(_PRIORITIES)
     data = request.SerializeToString()
     return await _left([victim.call(data) for _ in range(24)], rng.choice((0.0, 0.02, 0.2, 1.0)))
 
@@ -186,7 +188,7 @@ async def slow_reader(victim: Victim, rng: Random) -> str:
 
 async def verification(victim: Victim, rng: Random) -> str:
     """A verification of many cases under every condition, some of them several times, that is left after a while."""
-    request = pb.VerifyRequest(conditions=rng.choices((1, 2, 3, 4), k=rng.choice((1, 4, 4000))))
+    request = pb.VerifyRequest(conditions=rng.choices(_CONDITIONS, k=rng.choice((1, 4, 4000))))
     prompt = [rng.randrange(victim.vocab_size) for _ in range(rng.choice((3, 100, 10_000)))]
     for _ in range(rng.choice((1, 50, 300))):
         case = request.cases.add(seed=rng.getrandbits(62), prompt_token_ids=prompt)
@@ -197,7 +199,7 @@ async def verification(victim: Victim, rng: Random) -> str:
 async def score(victim: Victim, rng: Random) -> str:
     """Score many continuations, or ones that are too many, too long or no tokens, and go away in the middle of some."""
     count, longest = rng.choice(((1, 1.0), (16, 1.0), (256, 0.1), (257, 0.01), (256, 1.0), (4000, 0.01)))
-    request = pb.ScoreRequest(priority=rng.choice((0, 1, 2, 3)), token_texts=rng.random() < 0.5)
+    request = pb.ScoreRequest(priority=rng.choice(_PRIORITIES), token_texts=rng.random() < 0.5)
     length = rng.choice((0, 1, 100, victim.max_model_len // 2))
     request.prompt.token_ids.ids.extend(rng.randrange(victim.vocab_size) for _ in range(length))
     for _ in range(count):

@@ -104,11 +104,15 @@ class Connection:
 
         Up to Python 3.11, `asyncio.wait_for` drops a cancellation that comes together with the bytes.
         """
+        reading = asyncio.create_task(self.reader.read(1 << 16))
         try:
-            async with asyncio.timeout(seconds):
-                data = await self.reader.read(1 << 16)
-        except asyncio.TimeoutError:
+            done, _ = await asyncio.wait({reading}, timeout=seconds)
+        finally:
+            reading.cancel()
+        if not done:
             return False
+        try:
+            data = reading.result()
         except OSError:
             data = b""
         self.is_over = not data

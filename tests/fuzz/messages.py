@@ -122,7 +122,7 @@ def mutated(rng: Random, data: bytes, other: bytes) -> bytes:
     return data[: 1 << 20]
 
 
-def _flip(rng: Random, data: bytes, _: bytes) -> bytes:
+def _flip(rng: Random, data: bytes, other: bytes) -> bytes:
     out = bytearray(data or b"\0")
     for _ in range(rng.choice((1, 1, 3, 20))):
         out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
@@ -152,7 +152,7 @@ def _bad_text(rng: Random, data: bytes, _: bytes) -> bytes:
     return data + bytes([rng.choice((0x0A, 0x12, 0x3A)), len(bad)]) + bad
 
 
-def _nest(rng: Random, data: bytes, _: bytes) -> bytes:
+def _nest(rng: Random, data: bytes, other: bytes) -> bytes:
     """Groups, or messages in messages, deeper than any reader should follow."""
     if rng.random() < 0.5:
         return data + b"\x0b" * rng.choice((5, 99, 101, 10_000))
@@ -173,5 +173,5 @@ _MUTATIONS: Sequence[Callable[[Random, bytes, bytes], bytes]] = (
     _bad_text,
     _nest,
     lambda rng, data, other: rng.choice((data + data, data + other, data * 50)),
-    lambda rng, *_: rng.randbytes(rng.choice((1, 5, 60, 3000))),  # type: ignore[misc]
+    lambda rng, *_: rng.randbytes(rng.choice((1, 5, 60, 3000))),
 )

@@ -59,7 +59,7 @@ class Method:
 
     def valid(self, rng: Random, nodes: Mapping[str, Mapping[str, str]]) -> Any:
         """A request that is right, or nearly: what a change of one field makes most of."""
-        request = message_factory.GetMessageClass(self.descriptor.input_type)()
+        request: Any = message_factory.GetMessageClass(self.descriptor.input_type)()
         names = request.DESCRIPTOR.fields_by_name
         if self.service in (PREFILL, DECODE):
             request.generation = nodes["prefill" if self.service == PREFILL else "decode"]["generation"]

@@ -171,7 +171,7 @@ def _held(clusters: dict[str, FakeCluster]) -> list[str]:
 
 def _break() -> None:
     """A handler with a bug, for the negative control: all values of a field but the canaries' raise KeyError."""
-    generate = ClusterService.Generate
+    generate: Any = ClusterService.Generate
 
     async def broken(self: Any, request: Any, context: Any) -> Any:
         _ = {12: "fine"}[request.sampling_params.max_tokens]

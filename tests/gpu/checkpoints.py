@@ -205,7 +205,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
+        return self.start + math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 def shards(found: Shapes) -> dict[str, list[Tensor]]:

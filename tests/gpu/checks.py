@@ -133,7 +133,7 @@ def paper(bench: Bench) -> Iterator[Found]:
     checked = bench.prompts.paper()
     alone = bench.run(checked, 1)
     logprobs = [value for one in alone for value in one.logprobs]
-    detail = {"mean_logprob": round(sum(logprobs) / len(logprobs), 3)}
+    detail: dict[str, Any] = {"mean_logprob": round(sum(logprobs) / len(logprobs), 3)}
     yield compared("paper: 32 prompts alone, in a batch of 32", alone, bench.run(checked, 32), **detail)
 
 
@@ -144,7 +144,7 @@ def verify_conditions(bench: Bench) -> Iterator[Found]:
     for condition in Condition:
         reasons = [str(one.to_dict()) for one in found.differences if one.condition is condition]
         detail = {"differences": reasons[:4]} if reasons else {}
-        counts = {"total": found.runs[condition], "equal": found.equal[condition]}
+        counts: dict[str, Any] = {"total": found.runs[condition], "equal": found.equal[condition]}
         yield Outcome(name=f"corun verify: {condition.value}", **counts, detail=detail)
 
 

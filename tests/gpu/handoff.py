@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,7 +97,10 @@ def measure(pair: Pair, options: Handoff) -> Iterator[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     holds, reads = context.Pipe()
     results, sink = context.Pipe(duplex=False)
-    roles = [(hold, (holds, pair.devices[0], options)), (read, (reads, sink, pair.devices, options))]
+    roles: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (hold, (holds, pair.devices[0], options)),
+        (read, (reads, sink, pair.devices, options)),
+    ]
     processes = [context.Process(target=target, args=args, daemon=True) for target, args in roles]
     with ExitStack() as cleanup:
         for process, visible in zip(processes, pair.visible, strict=True):

@@ -111,7 +111,7 @@ def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bo
     assert {one["operator"] for one in expressions} <= {"In"}, "not used here"
     if not all(labels.get(one["key"]) in one["values"] for one in expressions):
         return False
-    return (selector or {}).get("matchLabels", {}).items() <= labels.items()
+    return bool((selector or {}).get("matchLabels", {}).items() <= labels.items())
 
 
 def pod_specs(value: Any, name: str = "") -> Iterator[tuple[str, Object]]:

@@ -83,9 +83,8 @@ def _make_models(pod: Pod, root: Path) -> None:
         if container["name"] == "memlock":
             continue
         words = pod.command(container)
-        made = {("corun", "model"): words[2], ("hf", "download"): words[-1].removeprefix("--local-dir=")}.get(
-            tuple(words[:2]), ""
-        )
+        places = {"corun model": words[2], "hf download": words[-1].removeprefix("--local-dir=")}
+        made = places.get(" ".join(words[:2]), "")
         if not any(made.startswith(f"{at}/") for at in pod.mounts(container)):
             raise BrokenPodError(f"{words} does not make a model on a volume")
         models.append(made)

@@ -61,7 +61,7 @@ class Router(pb_grpc.RegistryServiceServicer):
             await asyncio.sleep(DEADLINE_S)
         if isinstance(self.refuse_beat, grpc.StatusCode):
             await context.abort(self.refuse_beat, "told to")
-        if self.refuse_beat is not None:
+        elif self.refuse_beat is not None:
             raise self.refuse_beat
         return pb.HeartbeatResponse(quarantined=self.quarantined)
 

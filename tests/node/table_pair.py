@@ -40,7 +40,7 @@ class TablePair:
     """A table that is read from and one that reads, each with its own agent."""
 
     def __init__(self) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
+        from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.ERROR)
         self.writer, self.reader = StampTable(64), StampTable(32)
