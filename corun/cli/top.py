@@ -1,6 +1,6 @@
 """`corun top`: the nodes of a running cluster by what they do now, as `top` shows processes.
 
-Owns what is shown and in which order. It must not know how a terminal is driven (`corun.cli.screen`) nor how speeds are
+Owns what is shown and in which order. It must not know how a terminal is driven (`corun.cli.screen`) nor how rates are
 found (`corun.cli.watching`).
 """
 
@@ -23,14 +23,15 @@ from corun.cli.gauges import GAUGE_WIDTH, Curve, Gauge, bar_of, cut, label, shar
 from corun.cli.options import RouterOptions
 from corun.cli.screen import Screen, can_show
 from corun.cli.status import STATE_STYLES, in_line, is_serving
-from corun.cli.watching import Rates, Speed, Watched
+from corun.cli.watching import Watched
 from corun.client.client import AsyncClient
 from corun.client.progress import in_figures
 from corun.errors import InvalidArgumentError
+from corun.observe.rates import Rates, tokens
 from corun.types import GONE_AS_PLANNED, ClientStatus, ClusterStatus, NodeRole, NodeState, NodeStatus
 
-FIRST_SPEEDS_S = 10.0
-"""The longest wait for the speeds of a cluster that is shown once."""
+FIRST_RATES_S = 10.0
+"""The longest wait for the rates of a cluster that is shown once."""
 WIDE = 100
 """The columns from which a node has a bar of its slots."""
 SortName = Literal["node", "slots", "tokens", "kv", "queue"]
@@ -41,7 +42,7 @@ class Top:
     """Show what the nodes of a cluster do now, like top.
 
     Slots, tokens a second, KV and queues of each node, and of all of them together; then what each client has at this
-    router, if you are an operator, or else what you have. Speeds are means over 5 seconds.
+    router, if you are an operator, or else what you have. Rates are means over 5 seconds.
     Keys: s sorts by the next column (n, u, t, v and p by node, used slots, tokens, KV and queued prompt tokens), r
     reverses, arrows scroll, q quits. If stdout is no terminal, the picture is printed once, and the exit code is 4 if
     the cluster cannot serve.
@@ -73,9 +74,9 @@ class Top:
             return await screen.run(lambda: view.watched.ask(client), self.interval)
 
     async def _once(self, client: AsyncClient, view: View) -> int:
-        """Print one picture as soon as there are speeds."""
-        end = time.monotonic() + FIRST_SPEEDS_S
-        while not view.has_speeds and time.monotonic() < end:
+        """Print one picture as soon as there are rates."""
+        end = time.monotonic() + FIRST_RATES_S
+        while not view.watched.knows(*NodeRole) and time.monotonic() < end:
             await asyncio.sleep(self.interval)
             view.watched.take(await client.get_cluster(clients=True, contracts=False))
         Console(highlight=False, markup=False).print(view.picture())
@@ -94,12 +95,6 @@ class View:
         self.keys: dict[str, Callable[[], None]] = {"s": self._next, "r": self._reverse}
         self.keys |= {key: functools.partial(self._choose, name) for key, name in letters.items()}
 
-    @property
-    def has_speeds(self) -> bool:
-        """Whether the speed of each node that is heard is known."""
-        nodes, rates = self.watched.status.nodes, self.watched.rates
-        return all(rates.of(node) is not None for node in nodes if node.state is not NodeState.LOST)
-
     def hint(self) -> str:
         return f" s sort: {self._sort}  r reverse"
 
@@ -115,12 +110,11 @@ class View:
 
     def picture(self) -> RenderableType:
         status, rates = self.watched.status, self.watched.rates
-        parts: list[RenderableType] = [*_summary(status, rates, self._address)]
+        parts: list[RenderableType] = [*_summary(self.watched, self._address)]
         if trouble := self.watched.trouble:
             parts.insert(1, cut(Text(trouble, "red")))
-        rows = [(node, rates.of(node)) for node in status.nodes]
-        rows.sort(key=lambda row: _ORDERS[self._sort](*row), reverse=self._is_reversed)
-        parts += ["", _Nodes(rows, self._sort)]
+        nodes = sorted(status.nodes, key=lambda node: _ORDERS[self._sort](node, rates), reverse=self._is_reversed)
+        parts += ["", _Nodes(nodes, rates, self._sort)]
         if status.clients:
             parts += ["", _Clients(status.clients)]
         return Group(*parts)
@@ -131,18 +125,19 @@ def _none_last(value: float | None) -> float:
     return 1.0 if value is None else -value
 
 
-_ORDERS: dict[SortName, Callable[[NodeStatus, Speed | None], Any]] = {
+_ORDERS: dict[SortName, Callable[[NodeStatus, Rates], Any]] = {
     "node": lambda node, _: node.node.ref.node_id,
     "slots": lambda node, _: _none_last(share_of(node.load.used_slots, node.node.slots)),
-    "tokens": lambda _, speed: _none_last(speed.tokens if speed else None),
+    "tokens": lambda node, rates: _none_last(rates.of_node(node.node.ref, tokens)),
     "kv": lambda node, _: _none_last(share_of(node.load.used_kv_blocks, node.node.kv_blocks)),
     "queue": lambda node, _: (-node.load.queued_prompt_tokens, -in_line(node)),
 }
 """What nodes are sorted by, for each name of an order. Equal ones stay in the router's order."""
 
 
-def _summary(status: ClusterStatus, rates: Rates, address: str) -> Iterable[RenderableType]:
+def _summary(watched: Watched, address: str) -> Iterable[RenderableType]:
     """Yield the lines about the cluster as a whole."""
+    status, rates = watched.status, watched.rates
     model = status.model.name if status.model else "no node has joined"
     head = Text.assemble(("corun top  ", "bold"), f"{status.router_id} at {address}, {model}")
     if status.fingerprint:
@@ -160,14 +155,16 @@ def _summary(status: ClusterStatus, rates: Rates, address: str) -> Iterable[Rend
     blocks = sum(node.load.used_kv_blocks for node in decodes), sum(node.node.kv_blocks for node in decodes)
     yield Gauge("KV", *blocks, Text(f" {blocks[0]:,}/{blocks[1]:,} blocks of decode nodes"))
     for name, role in (("decode", NodeRole.DECODE), ("prefill", NodeRole.PREFILL)):
-        speed = rates.of_role(role, status)
-        words = Text(" not known yet", "dim") if speed is None else Text(f" {in_figures(speed.tokens)} tokens/s")
-        if speed is not None and role is NodeRole.PREFILL:
+        curve = watched.curves[role]
+        rate = rates.of(role, tokens) if curve else None
+        words = Text(" not known yet", "dim") if rate is None else Text(f" {in_figures(rate)} tokens/s")
+        if rate is not None and role is NodeRole.PREFILL:
             queued_tokens = sum(node.load.queued_prompt_tokens for node in ready if node.node.role is role)
             words.append(f"  {queued_tokens:,} queued", "yellow" if queued_tokens else "dim")
-            if cached := share_of(speed.cached_tokens, speed.tokens + speed.cached_tokens):
+            cached_rate = rates.of(role, lambda load: load.cached_tokens) or 0.0
+            if cached := share_of(cached_rate, rate + cached_rate):
                 words.append(f"  {cached:.0%} cached")
-        yield Curve(name, list(rates.history[role]), words)
+        yield Curve(name, list(curve), words)
     yield cut(_counts(status, rates))
 
 
@@ -201,8 +198,8 @@ def _counts(status: ClusterStatus, rates: Rates) -> Text:
 class _Nodes:
     """The table of nodes, with as many columns as there is room for."""
 
-    def __init__(self, rows: list[tuple[NodeStatus, Speed | None]], sort: SortName) -> None:
-        self._rows, self._sort = rows, sort
+    def __init__(self, nodes: list[NodeStatus], rates: Rates, sort: SortName) -> None:
+        self._nodes, self._rates, self._sort = nodes, rates, sort
 
     def __rich_console__(self, console: Console, options: Any) -> Iterable[Table]:
         is_wide = options.max_width >= WIDE
@@ -217,8 +214,8 @@ class _Nodes:
             table.add_column(heading, justify=justify, ratio=ratio, no_wrap=True, overflow="ellipsis")
             if name == "slots" and is_wide:
                 table.add_column("", width=GAUGE_WIDTH)
-        for node, speed in self._rows:
-            cells = list(_cells(node, speed))
+        for node in self._nodes:
+            cells = list(_cells(node, self._rates))
             if is_wide:
                 bar = bar_of(node.load.used_slots, node.node.slots, GAUGE_WIDTH, is_ascii=options.ascii_only)
                 cells.insert(4, bar if node.node.slots else Text())
@@ -268,7 +265,7 @@ _TITLES: tuple[tuple[str, SortName | None, bool], ...] = (
 """The columns: title, the order that it stands for, and whether it holds numbers."""
 
 
-def _cells(node: NodeStatus, speed: Speed | None) -> Iterable[Text]:
+def _cells(node: NodeStatus, rates: Rates) -> Iterable[Text]:
     info, load = node.node, node.load
     is_decode = info.role is NodeRole.DECODE
     is_gone = node.detail == GONE_AS_PLANNED
@@ -278,7 +275,8 @@ def _cells(node: NodeStatus, speed: Speed | None) -> Iterable[Text]:
     yield Text(f"{load.used_slots}/{info.slots}" if is_decode else "")
     yield Text(str(waiting) if (waiting := in_line(node)) else "", "yellow")
     yield Text("" if (share := share_of(load.used_kv_blocks, info.kv_blocks)) is None else f"{share:.0%}")
-    yield Text("" if speed is None else in_figures(speed.tokens))
-    yield Text("" if speed is None or not is_decode else in_figures(speed.steps))
+    drawn, steps = rates.of_node(info.ref, tokens), rates.of_node(info.ref, lambda load: load.steps)
+    yield Text("" if drawn is None else in_figures(drawn))
+    yield Text("" if steps is None or not is_decode else in_figures(steps))
     yield Text(short(load.queued_prompt_tokens) if load.queued_prompt_tokens else "", "yellow")
     yield Text(f"{node.last_heartbeat_ms / 1000:.1f}s" if node.last_heartbeat_ms < 99_950 else ">99s")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from corun.gateway.definitions import FREEDOMS, WINDOW_S
+from corun.gateway.definitions import FREEDOMS
+from corun.observe.rates import History, in_use, tokens
 from corun.types import (
     GONE_AS_PLANNED,
     ClusterStatus,
@@ -44,15 +45,6 @@ _COLOURS = {
 }
 SERIES = ("output_rate", "prompt_rate", "ttft", "itl", "tpot", "queue", "backlog", "cache", "padding", "handoff")
 """The figures that have a curve."""
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The cluster's state when somebody looked."""
-
-    at: float
-    """The time in seconds, on any clock that runs evenly."""
-    status: ClusterStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,25 +163,6 @@ class View:
         return json.dumps({**told, "alerts": self.alerts, "slots": slots}, separators=(",", ":"))
 
 
-@dataclass(slots=True)
-class History:
-    """The last looks at a cluster: as many as rates need."""
-
-    looks: list[Look] = field(default_factory=list)
-
-    def add(self, look: Look) -> None:
-        """Add a look. What was seen of another router does not count any more."""
-        if self.looks and self.looks[-1].status.router_id != look.status.router_id:
-            self.looks.clear()
-        self.looks.append(look)
-        while len(self.looks) > 2 and self.looks[1].at <= look.at - WINDOW_S:
-            del self.looks[0]
-
-    def view(self) -> View:
-        """Return what the page shows now. There must be a look."""
-        return _view(self.looks[0], self.looks[-1])
-
-
 def waiting(why: str, colour: str = "warn") -> View:
     """Return the view while nothing is known of the cluster. why: what is waited for, or went wrong."""
     return View(
@@ -205,8 +178,9 @@ def waiting(why: str, colour: str = "warn") -> View:
     )
 
 
-def _view(before: Look, now: Look) -> View:
-    status = now.status
+def view_of(history: History) -> View:
+    """Return what the page shows now. There must be a look."""
+    status = history.looks[-1].status
     missing = [role.value for role in NodeRole if not any(_is_ready(each, role) for each in status.nodes)]
     state, colour = ("serving", "good") if not missing else (f"no {' or '.join(missing)} node is ready", "warn")
     return View(
@@ -217,7 +191,7 @@ def _view(before: Look, now: Look) -> View:
         state=state,
         colour=colour,
         alerts=tuple(_alerts(status)),
-        figures=tuple(_figures(before, now)),
+        figures=tuple(_figures(history)),
         cards=tuple(_cards(status)),
     )
 
@@ -239,23 +213,23 @@ def _alerts(status: ClusterStatus) -> Iterator[tuple[str, str]]:
         yield "warn", "No node has joined yet. A node joins by itself once its engine has started and is certified."
 
 
-def _figures(before: Look, now: Look) -> Iterator[Figure]:
-    status, rates = now.status, _Rates(before, now)
-    output, prompts = rates.of(NodeRole.DECODE, _tokens), rates.of(NodeRole.PREFILL, _tokens)
+def _figures(history: History) -> Iterator[Figure]:
+    before, status, rates = history.looks[0].status, history.looks[-1].status, history.rates()
+    output, prompts = rates.of(NodeRole.DECODE, tokens), rates.of(NodeRole.PREFILL, tokens)
     yield Figure(key="output_rate", value=_count(output), note="tokens/s", number=output)
     yield Figure(key="prompt_rate", value=_count(prompts), note="tokens/s", number=prompts)
-    yield _latency("ttft", before.status.first_token_seconds, status.first_token_seconds)
+    yield _latency("ttft", before.first_token_seconds, status.first_token_seconds)
     step = _ratio(
         rates.change(NodeRole.DECODE, lambda load: load.step_seconds),
         rates.change(NodeRole.DECODE, lambda load: load.timed_steps),
     )
     yield Figure(key="itl", value=_seconds(step), note="mean", number=step)
-    yield _latency("tpot", before.status.output_token_seconds, status.output_token_seconds)
+    yield _latency("tpot", before.output_token_seconds, status.output_token_seconds)
     waiting_samples = f"of {status.max_queued_samples:,}, {_count(status.queued_prompt_tokens)} tokens"
     yield Figure(
         key="queue", value=f"{status.queued_samples:,}", note=waiting_samples, number=float(status.queued_samples)
     )
-    loads = [each.load for each in _in_use(status)]
+    loads = [each.load for each in in_use(status)]
     backlog = sum(load.queued_prompt_tokens for load in loads)
     yield Figure(key="backlog", value=_count(backlog), note="tokens", number=float(backlog))
     cached, computed = (
@@ -284,38 +258,6 @@ def _counts(status: ClusterStatus) -> Iterator[Figure]:
     done = f"{audit.mismatched:,} failed, {audit.waiting:,} due"
     yield Figure(key="audits", value=f"{audit.matched:,}", note=f"passed, {done}")
     yield Figure(key="mismatches", value=f"{status.mismatches:,}", note="samples with other bits")
-
-
-class _Rates:
-    """What nodes have done between two looks, from the totals of their heartbeats."""
-
-    def __init__(self, before: Look, now: Look) -> None:
-        self._pairs: list[tuple[NodeRole, NodeLoad, NodeLoad, float]] = []
-        earlier = {each.node.ref: each for each in before.status.nodes}
-        for each in _in_use(now.status):
-            if (old := earlier.get(each.node.ref)) is not None:
-                # The totals are as old as the heartbeats that told them.
-                passed = now.at - before.at - (each.last_heartbeat_ms - old.last_heartbeat_ms) / 1000
-                if passed > 0.01 and now is not before:
-                    self._pairs.append((each.node.role, old.load, each.load, passed))
-
-    def of(self, role: NodeRole, read: Callable[[NodeLoad], float]) -> float | None:
-        """Return the sum over nodes of what a total has grown by in a second; None if it is not known yet."""
-        found = [(read(load) - read(old)) / passed for kind, old, load, passed in self._pairs if kind is role]
-        return sum(found) if found else None
-
-    def change(self, role: NodeRole, read: Callable[[NodeLoad], float]) -> float | None:
-        """Return the sum over nodes of what a total has grown by; None if it is not known yet."""
-        found = [read(load) - read(old) for kind, old, load, _ in self._pairs if kind is role]
-        return sum(found) if found else None
-
-
-def _tokens(load: NodeLoad) -> float:
-    return load.tokens
-
-
-def _in_use(status: ClusterStatus) -> Iterator[NodeStatus]:
-    return (each for each in status.nodes if each.state not in (NodeState.LOST, NodeState.REFUSED))
 
 
 def _latency(key: str, before: Distribution | None, now: Distribution | None) -> Figure:

@@ -15,8 +15,10 @@ from dataclasses import replace
 
 from corun.errors import CorunError, OverloadedError, UnauthenticatedError
 from corun.gateway.clients import Clients
+from corun.gateway.definitions import WINDOW_S
 from corun.gateway.failures import typed
-from corun.gateway.view import History, Look, View, waiting
+from corun.gateway.view import View, view_of, waiting
+from corun.observe.rates import History, Look
 
 INTERVAL_S = 1.0
 """The time in seconds from one question to the next."""
@@ -49,7 +51,7 @@ class _Source:
         self.looked_at = time.monotonic()
         self._token = token
         self._clients = clients
-        self._history = History()
+        self._history = History(WINDOW_S)
         self._changed = asyncio.Event()
         self.task = asyncio.ensure_future(self._run())
 
@@ -87,11 +89,11 @@ class _Source:
             self.error = error
         except CorunError as error:
             alert = "bad", f"The cluster does not answer: {error}"
-            known = self._history.view() if self._history.looks else waiting("")
+            known = view_of(self._history) if self._history.looks else waiting("")
             self.view = replace(known, serving=False, state="no answer", colour="bad", alerts=(alert,))
         else:
             self._history.add(Look(time.monotonic(), status))
-            self.view = self._history.view()
+            self.view = view_of(self._history)
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

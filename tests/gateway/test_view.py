@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from corun.gateway.definitions import DEFINITIONS
-from corun.gateway.view import History, Look, View, quantile, waiting
+from corun.gateway.definitions import DEFINITIONS, WINDOW_S
+from corun.gateway.view import View, quantile, view_of, waiting
+from corun.observe.rates import History, Look
 from corun.types import (
     GONE_AS_PLANNED,
     AuditStatus,
@@ -57,10 +58,10 @@ def status(*nodes: NodeStatus, **values: Any) -> ClusterStatus:
 
 
 def view(*looks: tuple[float, ClusterStatus]) -> View:
-    history = History()
+    history = History(WINDOW_S)
     for at, each in looks:
         history.add(Look(at, each))
-    return history.view()
+    return view_of(history)
 
 
 def test_rates_are_over_the_time_between_heartbeats() -> None:
@@ -110,15 +111,6 @@ def test_another_life_of_a_node_or_router_begins_at_nothing() -> None:
     assert view((0.0, status(old)), (5.0, status(born))).texts()["output_rate"] == "\N{EN DASH}"
     other = status(replace(old, load=NodeLoad(tokens=9999)), router_id="r2")
     assert view((0.0, status(old)), (5.0, other)).texts()["output_rate"] == "\N{EN DASH}"
-
-
-def test_a_window_has_the_last_seconds() -> None:
-    history = History()
-    for second in range(40):
-        history.add(Look(float(second), status(node("d", NodeRole.DECODE, NodeLoad(tokens=second**2)))))
-    assert history.looks[0].at == 29.0
-    assert history.view().texts()["output_rate"] == "68"
-    assert len(history.looks) == 11
 
 
 def distribution(*counts: int) -> Distribution:
