@@ -37,6 +37,7 @@ mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
 if [ -d "$files/home/corun" ]; then mount --bind "$files/home/corun" "$root/home/corun"; fi
 mount -o remount,ro,bind "$root"
+PATH=$PATH:/usr/sbin # Where chroot is, also for users who have no such folder in theirs.
 exec chroot --userspec=10001:10001 "$root" env -i "$@"
 """
 
