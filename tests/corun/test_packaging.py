@@ -63,7 +63,7 @@ def test_the_wheel_says_what_it_is() -> None:
 
 def test_every_package_is_built_checked_and_typed() -> None:
     packages = TOOLS["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert packages == TOOLS["mypy"]["packages"]
+    assert [*packages, "tests"] == TOOLS["mypy"]["packages"]
     assert packages == TOOLS["check-wheel-contents"]["toplevel"] == TOOLS["check-wheel-contents"]["package"]
     assert {f"/{name}" for name in packages} < set(TOOLS["hatch"]["build"]["targets"]["sdist"]["include"])
 
