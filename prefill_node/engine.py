@@ -95,6 +95,21 @@ def cached(request_id: str, owners: Iterable[tuple[str, int]]) -> int:
     return sum(count for name, count in owners if name != request_id)
 
 
+def _core_request(request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str) -> Any:
+    """Return what the core is given for a prompt, with `given` as its own part of vLLM's `kv_transfer_params`."""
+    from vllm.sampling_params import SamplingParams
+
+    # The single token that prefill draws is discarded: decode draws every token, including the first.
+    sampling = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"do_remote_prefill": False, **given}},
+    )
+    return base.core_request(request_id, prompt_token_ids, sampling, cache_salt)
+
+
 class VllmPrefillEngine:
     """Implements `prefill_node.sharing.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
 
@@ -205,8 +220,8 @@ class VllmPrefillEngine:
         }
         if start_sample is not None:
             given[READERS_PARAM] = [request_id, KEEPER]
-        cache_salt = salt(scope, freedoms)
-        params = (await self._run(request_id, prompt_token_ids, given, cache_salt, start_sample)).kv_transfer_params
+        request = _core_request(request_id, prompt_token_ids, given, salt(scope, freedoms))
+        params = (await self._run(request, start_sample)).kv_transfer_params
         if params is None:
             raise InternalError(f"the engine kept no KV for prefill {request_id}")
         self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
@@ -247,7 +262,7 @@ class VllmPrefillEngine:
             STAMPS_PARAM: self._stamps(request_id, prompt),
             FREEDOMS_PARAM: sorted(freedoms),
         }
-        output = await self._run(request_id, prompt, given, salt(scope, freedoms))
+        output = await self._run(_core_request(request_id, prompt, given, salt(scope, freedoms)))
         params, found = output.kv_transfer_params, output.new_prompt_logprobs_tensors
         if params is None or found is None:
             raise InternalError(f"the engine did not score {request_id}")
@@ -378,29 +393,12 @@ class VllmPrefillEngine:
         """End the engine's processes."""
         base.end(self._llm)
 
-    async def _run(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        given: dict[str, Any],
-        cache_salt: str,
-        start_sample: StartSample | None = None,
-    ) -> Any:
-        """Compute a prompt with `given` as its own part of vLLM's `kv_transfer_params`; return its last output."""
-        from vllm.sampling_params import SamplingParams
+    async def _run(self, request: Any, start_sample: StartSample | None = None) -> Any:
+        """Compute a prompt, given as `_core_request` returns it; return its last output."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        # The single token that prefill draws is discarded: decode draws every token, including the first.
-        transfer = {"do_remote_prefill": False, **given}
-        sampling = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": transfer},
-        )
+        request_id = request.request_id
         done = self._computing[request_id] = asyncio.get_running_loop().create_future()
-        request = base.core_request(request_id, prompt_token_ids, sampling, cache_salt)
         try:
             if start_sample is not None:  # First: a short prompt could be done before its sample is there.
                 await start_sample()

@@ -20,7 +20,6 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +101,13 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
 class PrefillEngineOverLlm(prefill.VllmPrefillEngine):
     """Computes prompts over the output loop of `AsyncLLM`, which `drawn` needs. The node's own engine replaces it."""
 
-    async def _run(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        given: dict[str, Any],
-        cache_salt: str,
-        start_sample: StartSample | None = None,
-    ) -> Any:
+    async def _run(self, request: Any, start_sample: StartSample | None = None) -> Any:
         from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import SamplingParams
 
         assert start_sample is None, "a prefill node starts no samples"
-        transfer = {"do_remote_prefill": False, **given}
-        sampling = SamplingParams(
-            max_tokens=1, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": transfer}
-        )
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
-        found = [output async for output in self._llm.generate(prompt, sampling, request_id)]
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids, cache_salt=request.cache_salt)
+        generated = self._llm.generate(prompt, request.sampling_params, request.request_id)
+        found = [output async for output in generated]
         return next(output for output in reversed(found) if output.kv_transfer_params)
 
 

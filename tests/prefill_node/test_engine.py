@@ -81,21 +81,15 @@ class Engine(VllmPrefillEngine):
     scored: Any = None
     """What a worker returns of a scored prompt."""
 
-    async def _run(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        given: dict[str, Any],
-        cache_salt: str,
-        start_sample: Any = None,
-    ) -> Any:
-        self.given.append(given)
-        own = -(-len(prompt_token_ids) // 16) - len(self.cached)
+    async def _run(self, request: Any, start_sample: Any = None) -> Any:
+        self.given.append(request.sampling_params.extra_args["kv_transfer_params"])
+        request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
+        own = -(-num_tokens // 16) - len(self.cached)
         first = 100 * len(self.given)
         owners = [("earlier", len(self.cached))] if self.cached else []
         params = {
             BEGAN_PARAM: 7.5,
-            STEPS_PARAM: [[16, 3, 90], [len(prompt_token_ids) - 16, 1, 4]],
+            STEPS_PARAM: [[16, 3, 90], [num_tokens - 16, 1, 4]],
             "remote_engine_id": "p0-engine",
             "remote_request_id": request_id,
             "remote_block_ids": ([*self.cached, *range(first, first + own)],),
@@ -103,7 +97,7 @@ class Engine(VllmPrefillEngine):
             "remote_host": "127.0.0.1",
             "remote_port": 7000,
             "tp_size": 1,
-            "remote_num_tokens": len(prompt_token_ids),
+            "remote_num_tokens": num_tokens,
         }
         return SimpleNamespace(kv_transfer_params=params, new_prompt_logprobs_tensors=self.scored)
 
@@ -115,6 +109,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
 
 
 def make(cls: type[VllmPrefillEngine], llm: Llm, fraction: float = 0.5) -> Any:
+    load("vllm.v1.engine.exceptions")
     contract: Any = None
     return cls(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
 
@@ -172,7 +167,6 @@ async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
 
 
 async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> None:
-    load("vllm.v1.engine.exceptions")
     engine = make(VllmPrefillEngine, llm)
     uses: list[tuple[frozenset[str], str]] = [
         (frozenset(), "a"),
@@ -202,7 +196,6 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
 
 
 async def test_a_sample_is_in_the_engine_before_its_prompt_which_is_kept_for_a_while(llm: Llm) -> None:
-    load("vllm.v1.engine.exceptions")
     engine, order = make(VllmPrefillEngine, llm), list[str]()
     add = llm.add_request_async
 
@@ -305,7 +298,6 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
 
 @pytest.mark.parametrize("end", ["cancelled", "dead"])
 async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
-    load("vllm.v1.engine.exceptions")
     engine = make(VllmPrefillEngine, llm)
     died: list[str] = []
     engine.on_death = lambda: died.append("r")
