@@ -296,6 +296,11 @@ class NodeStatus:
     samples: SlotSamples | None = None
     """The router's samples on a decode node, if they were asked for."""
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the node is neither lost nor refused."""
+        return self.state not in (NodeState.LOST, NodeState.REFUSED)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditStatus:

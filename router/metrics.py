@@ -150,5 +150,5 @@ def _slots(registry: Registry, slots: Callable[[NodeStatus], int]) -> Values:
     return {
         (status.node.ref.node_id,): slots(status)
         for status in registry.statuses()
-        if status.node.role is NodeRole.DECODE and status.state not in (NodeState.LOST, NodeState.REFUSED)
+        if status.node.role is NodeRole.DECODE and status.is_in_use
     }

@@ -10,7 +10,7 @@ from collections import deque
 
 from corun.client.client import AsyncClient
 from corun.errors import DeadlineError, UnavailableError
-from corun.observe.rates import History, Look, in_use, tokens
+from corun.observe.rates import History, Look, tokens
 from corun.types import ClusterStatus, NodeRole
 
 ASK_TIMEOUT_S = 10.0
@@ -44,7 +44,7 @@ class Watched:
 
     def knows(self, *roles: NodeRole) -> bool:
         """Return whether the rate of each node of these roles is known."""
-        nodes = [each.node for each in in_use(self.status) if each.node.role in roles]
+        nodes = [each.node for each in self.status.nodes if each.node.role in roles and each.is_in_use]
         return all(self.rates.of_node(node.ref, tokens) is not None for node in nodes)
 
     async def ask(self, client: AsyncClient) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corun.gateway.definitions import FREEDOMS
-from corun.observe.rates import History, in_use, tokens
+from corun.observe.rates import History, tokens
 from corun.types import (
     GONE_AS_PLANNED,
     ClusterStatus,
@@ -206,7 +206,7 @@ def _alerts(status: ClusterStatus) -> Iterator[tuple[str, str]]:
         samples = "1 sample" if status.mismatches == 1 else f"{status.mismatches} samples"
         yield "bad", f"{samples} gave other bits when run again.{last}"
     for each in status.nodes:
-        if each.state in (NodeState.LOST, NodeState.REFUSED) and each.detail != GONE_AS_PLANNED:
+        if not each.is_in_use and each.detail != GONE_AS_PLANNED:
             goes_on = " Its streams go on elsewhere." if each.state is NodeState.LOST else ""
             yield "bad", f"{each.node.ref.node_id} is {state_in_words(each.state, each.detail)}.{goes_on}"
     if not status.nodes:
@@ -229,12 +229,10 @@ def _figures(history: History) -> Iterator[Figure]:
     yield Figure(
         key="queue", value=f"{status.queued_samples:,}", note=waiting_samples, number=float(status.queued_samples)
     )
-    loads = [each.load for each in in_use(status)]
+    loads = [each.load for each in status.nodes if each.is_in_use]
     backlog = sum(load.queued_prompt_tokens for load in loads)
     yield Figure(key="backlog", value=_count(backlog), note="tokens", number=float(backlog))
-    cached, computed = (
-        rates.change(NodeRole.PREFILL, read) for read in (lambda load: load.cached_tokens, lambda load: load.tokens)
-    )
+    cached, computed = (rates.change(NodeRole.PREFILL, read) for read in (lambda load: load.cached_tokens, tokens))
     hits = None if cached is None or computed is None else _ratio(cached, cached + computed)
     yield Figure(key="cache", value=_share(hits), note="of prompt tokens", number=hits)
     used = _ratio(
@@ -298,7 +296,6 @@ def _cards(status: ClusterStatus) -> Iterator[Card]:
 
 def _card(status: NodeStatus, *, colocated: bool) -> Card:
     node, load, samples = status.node, status.load, status.samples or SlotSamples()
-    is_gone = status.state in (NodeState.LOST, NodeState.REFUSED)
     planned = status.detail == GONE_AS_PLANNED
     cells, line = _letters(status, samples)
     return Card(
@@ -310,7 +307,7 @@ def _card(status: NodeStatus, *, colocated: bool) -> Card:
         colour="off" if planned else _COLOURS[status.state],
         colocated=colocated,
         freedoms=tuple((FREEDOMS.get(one.name, one.name), one.refused) for one in node.freedoms),
-        figures=() if is_gone else tuple(_node_figures(status, load, samples)),
+        figures=tuple(_node_figures(status, load, samples)) if status.is_in_use else (),
         slots=0 if node.role is NodeRole.PREFILL else node.slots,
         cells=cells,
         line=line,

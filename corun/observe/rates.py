@@ -6,11 +6,11 @@ module is pure: it must not know clocks, nor how anything is shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from corun.types import ClusterStatus, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
+from corun.types import ClusterStatus, NodeLoad, NodeRef, NodeRole, NodeStatus
 
 _SAME_S = 0.01
 """Two looks whose heartbeats are less apart have heard the same one."""
@@ -79,12 +79,11 @@ class Rates:
         if now.at > first.at:
             self.finished = (now.status.finished_samples - first.status.finished_samples) / (now.at - first.at)
         self._changes: dict[NodeRef, _Change] = {}
-        for each in in_use(now.status):
-            ref = each.node.ref
+        for ref, each in now.nodes.items():
             look = next(look for look in looks if ref in look.nodes)
             old = look.nodes[ref]
             passed = now.at - look.at - (each.last_heartbeat_ms - old.last_heartbeat_ms) / 1000
-            if look is not now and passed > _SAME_S:
+            if each.is_in_use and passed > _SAME_S:  # It is 0 where no earlier look knows the node.
                 self._changes[ref] = _Change(each.node.role, old.load, each.load, passed)
 
     def of_node(self, ref: NodeRef, read: Callable[[NodeLoad], float]) -> float | None:
@@ -101,11 +100,6 @@ class Rates:
         """Return what a total of all nodes of a role has grown by; None if it is not known of any yet."""
         found = [each.of(read) for each in self._changes.values() if each.role is role]
         return sum(found) if found else None
-
-
-def in_use(status: ClusterStatus) -> Iterator[NodeStatus]:
-    """Yield the nodes that are neither lost nor refused."""
-    return (each for each in status.nodes if each.state not in (NodeState.LOST, NodeState.REFUSED))
 
 
 def tokens(load: NodeLoad) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from corun.processes import descendants, living
-from tests.fleet.hosts import wait_for
+from tests.machine import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
