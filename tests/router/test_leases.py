@@ -20,7 +20,8 @@ from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
 from router import attempt
 from router.nodes import node_client
-from router.nodes.node import DecodeNode
+from router.nodes.node import DecodeNode, PrefillPlacement
+from router.queue import QueueEntry
 from tests.clusters import FakeCluster, Output, cluster, generate, retries, send
 from tests.router.asking import LONG, PARAMS, PROMPT, check, right, started
 
@@ -79,25 +80,25 @@ class TestTheLine:
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Forty samples wait in the router, and two in line: only these two get a slot before it."""
-        began: list[int] = []
+        placed: list[QueueEntry] = []
         async with cluster(model, slots=8, **PATIENT) as fake:
-            engine = fake.nodes[1].engine
+            engine, queue = fake.nodes[1].engine, fake.router.queue
             engine.hanging = True
             runs = [asyncio.ensure_future(generate(fake, (i, 2), PARAMS, seed=i)) for i in range(50)]
-            await fake.until(lambda: (len(engine._running), fake.router.queue.waiting) == (10, 40))
-            real = engine._row
+            await fake.until(lambda: (len(engine._running), queue.waiting) == (10, 40))
+            real = queue._grant
 
-            def row(request: Any, drawn: int) -> Any:
-                began.extend([request.prompt_token_ids[0]] * (drawn == 0))
-                return real(request, drawn)
+            def grant(entry: QueueEntry, placement: PrefillPlacement) -> None:
+                placed.append(entry)
+                real(entry, placement)
 
-            monkeypatch.setattr(engine, "_row", row)
+            monkeypatch.setattr(queue, "_grant", grant)
             request = codec.generate_request((99, 2), PARAMS, seed=99, priority=Priority.HIGH)
             high = asyncio.ensure_future(send(fake, request))
-            await fake.until(lambda: fake.router.queue.waiting == 41)
+            await fake.until(lambda: queue.waiting == 41)
             engine.hanging = False
             await asyncio.gather(high, *runs)
-            assert began.index(99) == 8 + 2
+            assert [entry.priority for entry in placed] == [Priority.HIGH] + [Priority.NORMAL] * 40
 
 
 class TestTheSource:
