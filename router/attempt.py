@@ -8,6 +8,7 @@ in every case. This module must not know queues, or what follows from a fault.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -180,8 +181,9 @@ class Attempt:
                 self._prefill_id,
                 self.task.prompt_token_ids,
                 self.placement.decode.info.ref,
-                self._time(self._config.prefill_timeout_s),
+                self._time(math.inf),
                 span.metadata,
+                idle_s=self._config.prefill_timeout_s,
                 share_scope=self.task.share_scope if self.placement.need.kv_key else "",
                 more_follow=self._more_follow,
                 isolated=self.task.isolated,

@@ -226,8 +226,9 @@ class ScoreRun:
                 # The sequence is made here, so that continuations that wait hold no copy of their prompt.
                 self._task.prompt + self._task.continuation,
                 len(self._task.continuation),
-                min(left, self._runner.config.prefill_timeout_s),
+                left,
                 span.metadata,
+                idle_s=self._runner.config.prefill_timeout_s,
                 share_scope="" if self._faults.nodes or self._faults.not_finite else self._task.share_scope,
             )
         if not all(map(math.isfinite, (*found.logprobs, *found.top_logprobs))):

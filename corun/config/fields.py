@@ -339,7 +339,8 @@ class RouterConfig(MemberConfig):
     reserve_timeout_s: float = field(default=5.0, metadata=SECONDS_ABOVE_0)
     """Longest wait for a decode node to lease room, in seconds."""
     prefill_timeout_s: float = field(default=300.0, metadata=SECONDS_ABOVE_0)
-    """Longest prefill, in seconds, with the wait for those ahead of it; KV room of a decode node is held meanwhile."""
+    """Longest time, in seconds, in which a prefill node computes no prompt while one of this router waits there. KV
+    room of a decode node is held meanwhile; the request's deadline bounds the whole wait."""
     step_timeout_s: float = field(default=60.0, metadata=SECONDS_ABOVE_0)
     """Longest wait for a sample's KV to be read, and for its next token, in seconds. Once its KV is there, the wait for
     the first token does not count while all slots of its node are in use."""

@@ -182,6 +182,11 @@ class PrefillNode(Node[PrefillClient]):
         slow = "gets prompts last: its steps with prompts in them last longer than the target"
         return slow if self.room.is_slow else ""
 
+    def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
+        if load.tokens != self.load.tokens:
+            self.client.computed_at = now
+        super().report(load, draining=draining, stuck=stuck, now=now)
+
     def describe(self, info: NodeInfo) -> None:
         super().describe(info)
         packs, cuts = (FreedomStatus(name=one.value) in info.freedoms for one in (Freedom.PACKED, Freedom.CHUNKS))

@@ -71,6 +71,9 @@ class NodeClient:
         self._channel = channel(info.address, access=access)
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[None]] = set()
+        self.computed_at = 0.0
+        """When the node last said that it had computed prompt tokens since it said so before, on the clock that stands
+        still with the router (`router.clock`)."""
 
     @property
     def is_gone(self) -> bool:
@@ -102,13 +105,25 @@ class NodeClient:
         await self._channel.close(None)
 
     async def _call(
-        self, method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata = ()
+        self,
+        method: Callable[..., Awaitable[Any]],
+        request: object,
+        timeout_s: float,
+        metadata: Metadata = (),
+        idle_s: float | None = None,
     ) -> Any:
+        """Call a method of the node. Raises the call's error as a typed one, UnavailableError if the node is given up,
+        and DeadlineError after `timeout_s`, or if the node computes no prompt for `idle_s`."""
         if self._gone.done():
             raise self._gone_error()
+        began = self._clock.time()
         answer = asyncio.ensure_future(_answer(method, request, timeout_s, metadata))
         try:
-            await asyncio.wait((answer, self._gone), return_when=asyncio.FIRST_COMPLETED)
+            while not (answer.done() or self._gone.done()):
+                left = None if idle_s is None else max(began, self.computed_at) + idle_s - self._clock.time()
+                if left is not None and left <= 0:
+                    raise DeadlineError(f"{self.ref.node_id} has computed no prompt for {idle_s:g} s")
+                await asyncio.wait((answer, self._gone), timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             answer.add_done_callback(_retrieve)
             answer.cancel()  # This does nothing to a finished call.
@@ -143,6 +158,7 @@ class PrefillClient(NodeClient):
         timeout_s: float,
         metadata: Metadata = (),
         *,
+        idle_s: float,
         share_scope: str = "",
         more_follow: bool = False,
         isolated: bool = False,
@@ -152,8 +168,9 @@ class PrefillClient(NodeClient):
         this call drops the work.
 
         share_scope: the scope in which equal prompts may get the same KV; empty if it is computed for this call alone.
-        more_follow: whether other samples that may get the same KV wait. isolated: compute it as the contract says, and
-        in no other way that gives the same bits. sample: one that the reader, which has the same engine, may start.
+        idle_s: the longest time in which the node computes no prompt while this one waits. more_follow: whether other
+        samples that may get the same KV wait. isolated: compute it as the contract says, and in no other way that gives
+        the same bits. sample: one that the reader, which has the same engine, may start.
 
         Returns:
             the handle, and whether the sample was started.
@@ -168,7 +185,7 @@ class PrefillClient(NodeClient):
             isolated=isolated,
             sample=sample,
         )
-        response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
+        response = await self._call(self._stub.Prefill, request, timeout_s, metadata, idle_s)
         return codec.kv_handle_from_proto(response.handle), response.started
 
     async def score(
@@ -179,9 +196,10 @@ class PrefillClient(NodeClient):
         timeout_s: float,
         metadata: Metadata = (),
         *,
+        idle_s: float,
         share_scope: str = "",
     ) -> TokenScores:
-        """Score the last tokens of a sequence. `request_id` and `share_scope`: as in `prefill`.
+        """Score the last tokens of a sequence. `request_id`, `idle_s` and `share_scope`: as in `prefill`.
 
         Raises InternalError if the answer is not complete.
         """
@@ -192,7 +210,7 @@ class PrefillClient(NodeClient):
             num_scored=num_scored,
             share_scope=share_scope,
         )
-        response = await self._call(self._stub.ScoreTokens, request, timeout_s, metadata)
+        response = await self._call(self._stub.ScoreTokens, request, timeout_s, metadata, idle_s)
         scores = codec.token_scores_from_proto(response)
         if {len(scores.logprobs), len(scores.top_token_ids), len(scores.top_logprobs)} != {num_scored}:
             raise InternalError(f"{self.ref.node_id} did not score all of {num_scored} tokens")

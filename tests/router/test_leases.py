@@ -248,6 +248,16 @@ class TestSlowPrompts:
                 assert right(output, (i, 1), PARAMS, i)
             assert (len(prefill.engine.prefilled), decode.service.metrics.expired_leases.value) == (prompts, 0)
 
+    async def test_a_prompt_may_wait_for_longer_than_a_node_may_compute_nothing(self, model: str) -> None:
+        """A prompt takes a third of that time, and waits for three others, as many as a router has at a node."""
+        async with cluster(model, prefill_timeout_s=0.9, **PATIENT) as fake:
+            prefill = fake.nodes[0]
+            prefill.engine.delay_s = 0.3
+            runs = [generate(fake, (i, 1), PARAMS, seed=i) for i in range(5)]
+            for i, (output,) in enumerate(await asyncio.gather(*runs)):
+                assert right(output, (i, 1), PARAMS, i)
+            assert (len(prefill.engine.prefilled), retries(fake)) == (5, {})
+
     async def test_a_router_that_is_cut_off_loses_its_leases(self, model: str) -> None:
         """The control, and what is left of the time to live: its stream broke, and it does not come back."""
         async with cluster(model, slots=2, lease_ttl_ms=100, **PATIENT) as fake:
