@@ -490,7 +490,7 @@ class DecodeConfig(NodeConfig):
     they run at the same time, each at half speed."""
     lease_ttl_ms: int = field(default=30_000, metadata=integer(100, 2**32 - 1))
     """How long the leases that a router holds outlive its step stream, in milliseconds. While that stands, the router's
-    own timeouts bound them, such as prefill_timeout_s."""
+    own timeouts and its requests' deadlines bound them."""
 
 
 @dataclass(frozen=True, kw_only=True)

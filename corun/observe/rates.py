@@ -69,7 +69,8 @@ class _Change:
 class Rates:
     """What has changed from the first of some looks to the last. `read` gives one of a node's totals.
 
-    A node counts from the first look that knows it. Lost and refused nodes do not count.
+    A node counts from the first look that knows its totals: one that registers, maybe again, has none before its next
+    heartbeat. Lost and refused nodes do not count.
     """
 
     def __init__(self, looks: list[Look]) -> None:
@@ -80,10 +81,12 @@ class Rates:
             self.finished = (now.status.finished_samples - first.status.finished_samples) / (now.at - first.at)
         self._changes: dict[NodeRef, _Change] = {}
         for ref, each in now.nodes.items():
-            look = next(look for look in looks if ref in look.nodes)
+            known = [look for look in looks if ref in look.nodes]
+            look = next((look for look in known if look.nodes[ref].load != NodeLoad()), known[0])
             old = look.nodes[ref]
             passed = now.at - look.at - (each.last_heartbeat_ms - old.last_heartbeat_ms) / 1000
-            if each.is_in_use and passed > _SAME_S:  # It is 0 where no earlier look knows the node.
+            # No time has passed where no earlier look knows the node.
+            if each.is_in_use and passed > _SAME_S and each.load.tokens >= old.load.tokens:
                 self._changes[ref] = _Change(each.node.role, old.load, each.load, passed)
 
     def of_node(self, ref: NodeRef, read: Callable[[NodeLoad], float]) -> float | None:

@@ -72,8 +72,8 @@ class NodeClient:
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[None]] = set()
         self.computed_at = 0.0
-        """When the node last said that it had computed prompt tokens since it said so before, on the clock that stands
-        still with the router (`router.clock`)."""
+        """When the node was last known to have computed a prompt, on the clock that stands still with the router
+        (`router.clock`)."""
 
     @property
     def is_gone(self) -> bool:
@@ -186,6 +186,7 @@ class PrefillClient(NodeClient):
             sample=sample,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata, idle_s)
+        self.computed_at = self._clock.time()
         return codec.kv_handle_from_proto(response.handle), response.started
 
     async def score(
@@ -211,6 +212,7 @@ class PrefillClient(NodeClient):
             share_scope=share_scope,
         )
         response = await self._call(self._stub.ScoreTokens, request, timeout_s, metadata, idle_s)
+        self.computed_at = self._clock.time()
         scores = codec.token_scores_from_proto(response)
         if {len(scores.logprobs), len(scores.top_token_ids), len(scores.top_logprobs)} != {num_scored}:
             raise InternalError(f"{self.ref.node_id} did not score all of {num_scored} tokens")

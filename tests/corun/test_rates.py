@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from corun.observe.rates import History, Look, Rates, tokens
-from corun.types import ClusterStatus, NodeRole, NodeState, NodeStatus
+from corun.types import ClusterStatus, NodeLoad, NodeRole, NodeState, NodeStatus
 from tests.corun.fake_router import healthy_status
 
 STATUS = healthy_status()
@@ -55,6 +55,17 @@ def test_a_node_that_joined_within_the_window_counts_from_then() -> None:
     assert found.of(NodeRole.DECODE, tokens) == 30.0
     lost = status(told(DECODE, 30), replace(told(OTHER, 1040), state=NodeState.LOST))
     assert rates((0.0, then), (2.0, lost)).of(NodeRole.DECODE, tokens) == 10.0
+
+
+def test_a_node_that_registered_counts_from_its_heartbeat() -> None:
+    """Until then it has no totals: they neither fall to 0 nor rise from there."""
+    silent = replace(DECODE, load=NodeLoad())
+    joined = rates((0.0, status(silent)), (1.0, status(told(DECODE, 5000))), (3.0, status(told(DECODE, 5040))))
+    assert joined.of(NodeRole.DECODE, tokens) == 20.0
+    again = [(0.0, status(told(DECODE, 5000))), (1.0, status(silent)), (4.0, status(told(DECODE, 5040)))]
+    assert rates(*again[:2]).of(NodeRole.DECODE, tokens) is None
+    assert rates(*again).of(NodeRole.DECODE, tokens) == 10.0
+    assert rates((0.0, status(silent)), (1.0, status(silent))).of(NodeRole.DECODE, tokens) == 0.0
 
 
 def test_another_router_or_another_life_of_it_begins_at_nothing() -> None:

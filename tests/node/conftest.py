@@ -63,6 +63,7 @@ def connector(module: ModuleType, judged: Judgements) -> Any:
     made.failures = []
     worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
     made._said, made._released, made._readers, made._handshakes, made._claims, made._stamps = {}, {}, {}, {}, {}, {}
+    made._warming = {}
     made._copied, made._regions = set(), []
     made.expired, made._block_size = 0, 16
     made.handoffs = module.Handoffs()

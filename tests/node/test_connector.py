@@ -228,6 +228,27 @@ def test_a_first_read_takes_the_null_block_and_then_its_stamp(connector: Any, st
     assert connector.warm("unknown") != "", "an error on the way is an answer, too"
 
 
+def test_a_first_read_that_takes_its_time_holds_up_no_step(
+    connector: Any, module: ModuleType, monkeypatch: Any
+) -> None:
+    """A peer may hang. Memory stays mapped meanwhile; nobody needs to ask for the end of such a read."""
+    monkeypatch.setattr(connector, "_null_block", lambda engine_id: "transfer")
+    agent = connector._agent
+    agent.states["transfer"] = "PROC"
+    agent.transfer = agent.check_xfer_state
+    assert connector.warm("p0") == connector.warm("p0") == module.UNDER_WAY
+    assert not connector.unmap([1])
+    agent.states["transfer"] = "ERR"
+    assert connector.warm("p0") == "the transfer ended as ERR"
+    agent.states["transfer"] = "PROC"
+    monkeypatch.setattr(module, "WARM_TIMEOUT_S", 0.0)
+    assert connector.warm("p1") == "the transfer did not end within 0 s"
+    monkeypatch.setattr(module, "WARM_TIMEOUT_S", 0.01)
+    connector.warm("p2")
+    time.sleep(0.02)
+    assert connector.unmap([1])
+
+
 def received(connector: Any) -> tuple[set[str], set[int]]:
     """What one step of the engine may use, and the blocks it must not."""
     finished: set[str] = connector.get_finished(set())[1]

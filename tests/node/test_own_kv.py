@@ -255,3 +255,12 @@ def test_a_prompts_stamps_are_those_of_all_who_computed_its_blocks(own: Any) -> 
 
 def made_for(tokens: list[int], *owners: tuple[str, int], node: NodeRef) -> bytes:
     return block_stamps([(owner(name, node), count) for name, count in owners], tokens, 16)
+
+
+def test_a_sample_that_was_never_told_of_its_prompts_kv_releases_nothing(own: Any, module: ModuleType) -> None:
+    """It came with its prompt and was aborted before the prompt began, for whose KV another one waits."""
+    step(module, own, reqs_to_recv={"s": sample([], name="q", theirs=[])})
+    own.connector_worker._reqs_to_send["q"] = 10.0**9
+    assert own.share("q", ["another"])
+    assert own.get_finished(set()) == (set(), set())
+    assert "q" in own.connector_worker._reqs_to_send

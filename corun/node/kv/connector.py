@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,7 +40,7 @@ from corun.node.kv.handle import (
     owner,
 )
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
-from corun.node.kv.judging import UNKNOWN, Claim, Judge, Verdict
+from corun.node.kv.judging import PATIENCE_S, UNKNOWN, Claim, Judge, Verdict
 from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import STAMP_BYTES, Owned, PeerTable, Prefills, StampTable, Transfers, stamps
 from corun.node.workarounds import ucx_mappings
@@ -109,6 +109,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
         self._begun: dict[str, list[str]] = {}  # request id -> readers, of prompts that began in the step to be made
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
+        self._warming: dict[str, Iterator[None]] = {}  # the peer's engine id -> the rest of its first read
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
         self._prefills = Prefills(vllm_config.cache_config.block_size)
         self._block_size: int = vllm_config.cache_config.block_size
@@ -261,7 +262,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         found = dict(zip(claims, verdicts, strict=True))
         for name, read in reads.items():
             if not read.local_block_ids:  # It was aborted before it began.
-                self.release(*names_in(read.remote.request_id))
+                # Without stamps it was never told of the KV, which may not be there yet, and which others may wait for.
+                if name in self._connector_metadata.stamps:
+                    self.release(*names_in(read.remote.request_id))
                 continue
             worker._recving_metadata[name] = read
             if self._accept(name, claims.get(name), found.get(name, UNKNOWN)):
@@ -472,24 +475,36 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def warm(self, engine_id: str) -> str:
         """Read a connected peer's null block and its stamp, so that the set-up cost of a first transfer is paid here.
-        Return in words why that failed or took longer than 10 s; empty if it succeeded."""
-        agent = self._agent
-        result: Any
+        Call this again while it returns `UNDER_WAY`: no step may wait for a peer. Then return in words why that failed
+        or took longer than 10 s; empty if it succeeded."""
+        warming = self._warming.setdefault(engine_id, self._warm(engine_id))
+        said = ""
         try:
-            read = Transfers(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
-            read.are_over(WARM_TIMEOUT_S)
-            (result,) = read.end()
-            self._judge.keep(read)  # Nobody looks at what comes late, nor at that row.
-            if result is None:
-                wanted: Any = [(self._table_of(engine_id), (0,))]
-                fetch = self._warmed.fetch(agent, wanted, WARM_TIMEOUT_S)
-                rows = fetch.rows(WARM_TIMEOUT_S)
-                self._judge.keep(fetch.transfers)
-                assert rows is not None, "its time is over"
-                (result,) = rows
+            next(warming)
+            return UNDER_WAY
+        except StopIteration:
+            pass
         except Exception as error:  # NIXL's errors share no base class.
-            result = error
-        return in_words(result) if isinstance(result, Exception) else ""
+            said = in_words(error)
+        del self._warming[engine_id]
+        return said
+
+    def _warm(self, engine_id: str) -> Iterator[None]:
+        """Read what `warm` says, a little at a time. Raises the error of a read that failed."""
+        read = Transfers(self._agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
+        while not read.are_over(PATIENCE_S):
+            yield
+        (error,) = read.end()
+        self._judge.keep(read)  # Nobody looks at what comes late, nor at the row below.
+        if error is not None:
+            raise error
+        wanted: Any = [(self._table_of(engine_id), (0,))]
+        fetch = self._warmed.fetch(self._agent, wanted, WARM_TIMEOUT_S)
+        while (rows := fetch.rows(PATIENCE_S)) is None:
+            yield
+        self._judge.keep(fetch.transfers)
+        if isinstance(rows[0], Exception):
+            raise rows[0]
 
     def _null_block(self, engine_id: str) -> Any:
         """Return a transfer of a peer's null block, not started."""
@@ -515,9 +530,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def unmap(self, pids: Collection[int]) -> bool:
         """Unmap the GPU memory of processes that have died. Return False if a peer is being read or connected now; then
         call again."""
+        for engine_id in tuple(self._warming):  # Nobody else may ask for the end of a first read any more.
+            self.warm(engine_id)
         worker = self.connector_worker
-        reads = itertools.chain(*worker._recving_transfers.values())
-        if any(read.running for read in reads) or worker._handshake_futures or self._judge.is_at_work:
+        reads = any(read.running for read in itertools.chain(*worker._recving_transfers.values()))
+        if reads or worker._handshake_futures or self._warming or self._judge.is_at_work:
             return False
         if mappings := ucx_mappings.of_this_process():
             mappings.drop(pids)
