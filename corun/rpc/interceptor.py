@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
@@ -41,8 +42,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 MAX_FIELDS = 16_384
-"""The most fields of a request at its top level, entries of lists included. The limits on the single fields add up to
-less."""
+"""The most fields of a request and of messages in it, entries of lists included, but not the fields of such entries.
+The limits on the single fields add up to less."""
 _CLOSE_TIMEOUT_S = 30.0
 """The number of seconds that a handler has to release what it holds when its client is gone."""
 _FAREWELL_S = 1.0
@@ -149,11 +150,12 @@ def _refusal(error: CorunError) -> Handler:
 
 def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     """Return a deserializer that returns an error in place of a request that it refuses: only a call can raise it."""
+    kind = deserialize(b"").DESCRIPTOR
 
     def guarded(data: bytes) -> Any:
         if len(data) > max_message_bytes:
             return too_large_error(len(data), max_message_bytes)
-        if has_more_fields(data, MAX_FIELDS):
+        if has_more_fields(data, MAX_FIELDS, kind):
             found = Shown(f"more than {MAX_FIELDS} fields")
             return InvalidArgumentError("message", found, f"must have at most {MAX_FIELDS}")
         try:
@@ -164,35 +166,41 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     return guarded
 
 
-def has_more_fields(data: bytes, most: int) -> bool:
-    """Return whether a message has more than `most` fields at its top level, before it is parsed.
+def has_more_fields(data: bytes, most: int, kind: Descriptor) -> bool:
+    """Return whether a message of this kind has more than `most` fields, before it is parsed.
 
-    An empty entry of a repeated message takes two bytes on the wire, but about 130 bytes of memory once it is parsed.
-    The two ends of a group count as fields, and so do the fields in it. The time of this check is bounded by `most`.
-    For bytes that are no message the answer may be anything, since the parser refuses them.
+    The fields of messages in it count, too, but not those of a list's entries. An empty entry of a list takes two bytes
+    on the wire, but up to 130 bytes of memory once it is parsed. The two ends of a group count as fields, and so do the
+    fields in it. The time of this check is bounded by `most`. For bytes that are no message the answer may be anything,
+    since the parser refuses them.
     """
+    return len(data) > 2 * most and _fields_left(memoryview(data), most, kind) < 0
+
+
+def _fields_left(data: memoryview, left: int, kind: Descriptor) -> int:
+    """Return `left` less the number of fields of a message; below 0 if it has more."""
     at, end = 0, len(data)
-    if end <= 2 * most:
-        return False
     try:
-        for _ in range(most):
-            if at >= end:
-                return False
+        while at < end and left >= 0:
+            left -= 1
             tag, at = _varint(data, at)
-            kind = tag & 7
-            if kind == 0:
+            wire = tag & 7
+            if wire == 0:
                 _, at = _varint(data, at)
-            elif kind == 2:
+            elif wire == 2:
                 size, at = _varint(data, at)
+                field = kind.fields_by_number.get(tag >> 3)
+                if field is not None and field.message_type is not None and not field.is_repeated:
+                    left = _fields_left(data[at : at + size], left, field.message_type)
                 at += size
             else:
-                at += {1: 8, 5: 4}.get(kind, 0)
+                at += {1: 8, 5: 4}.get(wire, 0)
     except IndexError:  # The message ends in the middle of a field.
-        return False
-    return at < end
+        pass
+    return left
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """Return the number at `at`, and where it ends. Raises IndexError if the bytes end before the number does."""
     value, shift = 0, 0
     while (byte := data[at]) & 0x80:

@@ -129,14 +129,25 @@ def test_fields_of_every_kind_are_counted(cases: int, prompt: int, seed: int, te
     case = pb.VerifyCase(prompt_token_ids=[300] * prompt, seed=seed, output_digest=text)
     request = pb.VerifyRequest(cases=[case] * cases, conditions=[1, 2], order_seed=seed)
     fields = cases + 1 + (seed > 0)  # Numbers are packed into one field.
-    assert has_more_fields(request.SerializeToString(), most) is (fields > most)
+    assert has_more_fields(request.SerializeToString(), most, request.DESCRIPTOR) is (fields > most)
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.text(max_size=300), st.integers(0, 600))
+def test_fields_of_messages_within_are_counted(stops: int, choices: int, text: str, most: int) -> None:
+    """A text is none, whatever its bytes could mean."""
+    request = pb.GenerateRequest(text=text, seed=1)
+    request.sampling_params.stop.extend([""] * stops)
+    request.sampling_params.structured_outputs.choice.texts.extend([""] * choices)
+    fields = 3 + stops + 1 + 1 + choices
+    assert has_more_fields(request.SerializeToString(), most, request.DESCRIPTOR) is (fields > most)
 
 
 @given(st.binary(max_size=200), st.integers(0, 20))
 def test_groups_hide_no_fields_and_rubbish_is_left_to_the_parser(data: bytes, most: int) -> None:
-    assert has_more_fields(b"\xfb\x07" + b"\x0a\x00" * 50 + b"\xfc\x07", 40)
-    assert has_more_fields(data, most) in (True, False)
-    assert not has_more_fields(b"\x08\x80\x80", 1)  # It ends in the middle of a number.
+    kind = pb.GenerateRequest.DESCRIPTOR
+    assert has_more_fields(b"\xfb\x07" + b"\x0a\x00" * 50 + b"\xfc\x07", 40, kind)
+    assert has_more_fields(data, most, kind) in (True, False)
+    assert not has_more_fields(b"\x08\x80\x80", 1, kind)  # It ends in the middle of a number.
 
 
 @pytest.mark.parametrize("path", [GET_CLUSTER, GENERATE])

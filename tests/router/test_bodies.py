@@ -83,6 +83,15 @@ async def test_a_message_is_not_parsed_if_no_prompt_of_the_model_is_so_long(mode
         assert fake.router.request_limit("/corun.v1.ClusterService/Verify") == 16 * MIB
 
 
+async def test_lists_of_parameters_are_counted_before_they_are_parsed(model: str) -> None:
+    """Each empty stop string takes two bytes, and a router's event loop as long as many tokens."""
+    request = codec.generate_request(PROMPT, SamplingParams())
+    request.sampling_params.stop.extend([""] * 20_000)
+    async with cluster(model) as fake:
+        with pytest.raises(InvalidArgumentError, match="message = more than 16384 fields: must have at most 16384"):
+            await send(fake, request)
+
+
 async def test_a_prompt_is_counted_first(model: str) -> None:
     async with cluster(model) as fake:
         request = Request(prompt=Unread(9_999_999), params=SamplingParams())
