@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from corun.errors import InvalidArgumentError
-from corun.types import FinishReason, NodeRef, from_plain
+from corun.types import Alternatives, FinishReason, NodeRef, from_plain
 
 _PROMPT_TAG = b"corun.v1.prompt\0"
 _OUTPUT_TAG = b"corun.v1.output\0"
 _TOKENS_TAG = b"corun.v1.tokens\0"
 _TEXT_TAG = b"corun.v1.text\0"
+_ALTERNATIVES_TAG = b"corun.v1.alternatives\0"
 _CERTIFICATES_TAG = b"corun.v1.certificates\0"
 _RECORD = struct.Struct("<If")
 _TOKEN_ID = struct.Struct("<I")
@@ -138,3 +139,20 @@ def tokens_digest(token_ids: Iterable[int]) -> str:
 def text_digest(text: str) -> str:
     """Return the SHA-256 over an output's text in UTF-8."""
     return hashlib.sha256(_TEXT_TAG + text.encode()).hexdigest()
+
+
+def alternatives_digest(tops: Sequence[Alternatives]) -> str:
+    """Return the SHA-256 over the alternatives of each token of an output, in order. Empty if there are none.
+
+    For each token it covers their number, and for each of them token id, fp32 log probability bits, the length of its
+    text in UTF-8 and the text itself.
+    """
+    if not tops:
+        return ""
+    digest = hashlib.sha256(_ALTERNATIVES_TAG)
+    for each in tops:
+        digest.update(_TOKEN_ID.pack(len(each.token_ids)))
+        for token_id, logprob, text in zip(*each, strict=True):
+            encoded = text.encode()
+            digest.update(_RECORD.pack(token_id, logprob) + _TOKEN_ID.pack(len(encoded)) + encoded)
+    return digest.hexdigest()

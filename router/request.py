@@ -36,7 +36,7 @@ from corun.params import (
 )
 from corun.receipt import Receipt, prompt_digest
 from corun.rpc.auth import ANYONE, Caller
-from corun.types import Priority, ResumePoint, Tokens
+from corun.types import Alternatives, Priority, ResumePoint, Tokens
 from router.attempt import SampleTask
 from router.clock import loop_time
 from router.nodes.registry import Registry
@@ -88,17 +88,21 @@ class RunningRequest:
     def num_samples(self) -> int:
         return len(self._tasks)
 
-    async def to_end(self) -> tuple[str, Receipt]:
-        """Wait for the end of a request with one sample, and close it. Return its text and its receipt."""
-        text, arrived = "", asyncio.Event()
+    async def to_end(self) -> tuple[str, list[Alternatives], Receipt]:
+        """Wait for the end of a request with one sample, and close it. Return its text, the alternatives of its tokens
+        with their texts, and its receipt."""
+        text, tops, arrived = "", list[Alternatives](), asyncio.Event()
         self.outbox.ready = arrived.set
         try:
             while True:
                 arrived.clear()
                 for piece in self.outbox.take():
                     text += piece.text
+                    tops += [
+                        each._replace(texts=self.tokenizer.texts_alone(each.token_ids)) for each in piece.tops or ()
+                    ]
                     if piece.receipt is not None:
-                        return text, piece.receipt
+                        return text, tops, piece.receipt
                 await arrived.wait()  # This ends, because each sample ends by its own deadline at the latest.
         finally:
             await self.close()

@@ -31,7 +31,8 @@ class Verify:
     Each case runs alone, in a crowd, in other slots and in another order. Prints a table and one JSON object; the exit
     code is 3 if anything differs. Ctrl-C prints what came until then.
     Before a row is run, its tokens, counts, finish reason, seed and parameters are checked against its receipt. The run
-    checks its text and the text of its prompt. Runs take idle slots only and give way to other requests.
+    checks its text, its top_logprobs and the text of its prompt. Cases have the lowest priority; what runs beside them
+    takes idle slots only, and gives way to other requests.
 
     examples:
       corun verify                                         built-in prompts: each condition against the first

@@ -236,11 +236,11 @@ def _difference(named: NamedCase, first: VerifyResult | None, result: VerifyResu
     if result.receipt is None or first is None or first.receipt is None:
         return "the router gave no receipt"
     expected = named.receipt or first.receipt
-    return next(_differences(named, expected, named.text_digest or first.text_digest, result, result.receipt), "")
+    return next(_differences(named, expected, first, result, result.receipt), "")
 
 
 def _differences(
-    named: NamedCase, expected: Receipt, text_digest: str, result: VerifyResult, found: Receipt
+    named: NamedCase, expected: Receipt, first: VerifyResult, result: VerifyResult, found: Receipt
 ) -> Iterator[str]:
     audit = named.audit
     is_as_audited = audit and (audit.output_digest, audit.finish_reason) == (found.output_digest, found.finish_reason)
@@ -255,5 +255,7 @@ def _differences(
         was, now = (getattr(value, "value", value) for value in (getattr(expected, name), getattr(found, name)))
         if was != now:
             yield f"its {words} {was}, is {now}{known}"
-    if result.text_digest != text_digest:
+    if result.text_digest != (named.text_digest or first.text_digest):
         yield "its text is not that of its tokens" if named.text_digest else "its text is another than it was first"
+    if result.alternatives_digest != (named.alternatives_digest or first.alternatives_digest):
+        yield "its top_logprobs are not those of the run"

@@ -377,7 +377,8 @@ class AsyncClient:
     ) -> AsyncGenerator[VerifyResult, None]:
         """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
 
-        The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
+        The runs have the lowest priority; what runs beside them takes idle slots only, and gives way. A run that fails
+        gives a result with `error`, and no exception.
 
         Args:
             cases: the samples to run again.

@@ -16,8 +16,8 @@ from typing import Any
 
 from corun.errors import DataLossError, InvalidArgumentError
 from corun.params import SamplingParams, check_token_ids, sample_seed
-from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
-from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict
+from corun.receipt import Receipt, alternatives_digest, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict, tops_from_dict
 
 
 class Condition(enum.Enum):
@@ -70,6 +70,8 @@ class VerifyResult:
     """Why the run itself failed; then `match` is False. Empty if it did not."""
     text_digest: str = ""
     """The digest of the text of the run that was compared; 64 hex digits (`corun.receipt.text_digest`)."""
+    alternatives_digest: str = ""
+    """The digest of that run's alternatives; 64 hex digits (`corun.receipt.alternatives_digest`). Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,8 @@ class NamedCase:
     """The receipt of the run that the case was made from; None: there was no such run."""
     text_digest: str = ""
     """The digest of the row's output text; empty: the row has no output."""
+    alternatives_digest: str = ""
+    """The digest of the row's alternatives; empty: it has none."""
     audit: Receipt | None = None
     """The receipt of the run that was found to differ, for a case from a reproduction file."""
 
@@ -97,6 +101,7 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
         text = row["prompt"] if isinstance(row["prompt"], str) else ""
         for index, sample in enumerate(_samples(row, params)):
             receipt = Receipt.from_dict(sample["receipt"])
+            tops = tuple(map(tops_from_dict, sample.get("top_logprobs", ())))
             of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
             facts: dict[str, tuple[object, object]] = {
                 "seed": (sample["seed"], receipt.seed),
@@ -107,13 +112,15 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
                 "finish reason": (sample["finish_reason"], receipt.finish_reason.value),
                 "number of tokens": (len(sample["token_ids"]), receipt.num_output_tokens),
                 "tokens": (of_tokens, receipt.tokens_digest),
+                "number of top_logprobs": (len(tops), receipt.num_output_tokens if params.top_logprobs else 0),
             }
             if params.logprobs or sample["logprobs"]:
                 digest = output_digest(sample["token_ids"], sample["logprobs"])
                 facts["tokens and log probabilities"] = (digest, receipt.output_digest)
             name = str(row["id"]) if params.n == 1 else f"{row['id']}[{index}]"
             case = _case(name, prompt, replace(params, n=1), receipt, facts, text)
-            cases.append(replace(case, text_digest=text_digest(sample["text"])))
+            of_text, of_tops = text_digest(sample["text"]), alternatives_digest(tops)
+            cases.append(replace(case, text_digest=of_text, alternatives_digest=of_tops))
     return cases
 
 

@@ -423,7 +423,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, cases: _Optional[_Iterable[_Union[VerifyCase, _Mapping]]] = ..., conditions: _Optional[_Iterable[_Union[Condition, str]]] = ..., order_seed: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("case_index", "condition", "match", "expected_digest", "receipt", "error", "text_digest")
+    __slots__ = ("case_index", "condition", "match", "expected_digest", "receipt", "error", "text_digest", "alternatives_digest")
     CASE_INDEX_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -431,6 +431,7 @@ class VerifyResponse(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_DIGEST_FIELD_NUMBER: _ClassVar[int]
     case_index: int
     condition: Condition
     match: bool
@@ -438,4 +439,5 @@ class VerifyResponse(_message.Message):
     receipt: _types_pb2.Receipt
     error: str
     text_digest: str
-    def __init__(self, case_index: _Optional[int] = ..., condition: _Optional[_Union[Condition, str]] = ..., match: bool = ..., expected_digest: _Optional[str] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., error: _Optional[str] = ..., text_digest: _Optional[str] = ...) -> None: ...
+    alternatives_digest: str
+    def __init__(self, case_index: _Optional[int] = ..., condition: _Optional[_Union[Condition, str]] = ..., match: bool = ..., expected_digest: _Optional[str] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., error: _Optional[str] = ..., text_digest: _Optional[str] = ..., alternatives_digest: _Optional[str] = ...) -> None: ...

@@ -12,15 +12,15 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
-from corun.receipt import Receipt, prompt_digest, text_digest
+from corun.receipt import Receipt, alternatives_digest, prompt_digest, text_digest
 from corun.records.verification import Condition, VerifyCase, VerifyResult, all_if_none
 from corun.rpc.auth import Caller
-from corun.types import NodeInfo, Priority
+from corun.types import Alternatives, NodeInfo, Priority
 from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.idle import SPARE_SLOTS, Crowd, Fillers, IdleRuns
@@ -49,16 +49,19 @@ MAX_HELD_SLOTS = 16
 
 class Judge:
     """Compares each run with the expected one. The expected digest is the one given with the case, otherwise that of
-    its first run. The expected text and finish reason are those of the case's first run."""
+    its first run. The expected text, alternatives and finish reason are those of the case's first run."""
 
     def __init__(self, cases: Sequence[VerifyCase]) -> None:
         self._expected = [case.output_digest for case in cases]
-        self._endings: dict[int, tuple[object, str]] = {}  # Finish reasons and text digests of first runs, by case.
+        self._endings: dict[int, tuple[object, str, str]] = {}
+        """The finish reasons, and the digests of texts and alternatives, of first runs, by case."""
 
-    def result(self, condition: Condition, index: int, receipt: Receipt, text: str) -> VerifyResult:
+    def result(
+        self, condition: Condition, index: int, receipt: Receipt, text: str, tops: Sequence[Alternatives]
+    ) -> VerifyResult:
         """Return the result of a run of the case with this index."""
         expected = self._expected[index] = self._expected[index] or receipt.output_digest
-        ending = receipt.finish_reason, text_digest(text)
+        ending = receipt.finish_reason, text_digest(text), alternatives_digest(tops)
         return VerifyResult(
             case_index=index,
             condition=condition,
@@ -66,6 +69,7 @@ class Judge:
             expected_digest=expected,
             receipt=receipt,
             text_digest=ending[1],
+            alternatives_digest=ending[2],
         )
 
     def failure(self, condition: Condition, index: int, error: str) -> VerifyResult:
@@ -85,7 +89,7 @@ class Job:
     fillers: Fillers
     rng: random.Random
     limit: int
-    """The most samples of a crowd, and the most cases at once, that the caller may have."""
+    """The most samples that the caller may have at once: cases, and those of a crowd beside one."""
 
 
 class Verifier:
@@ -255,7 +259,7 @@ class Verifier:
             # Audits are few and need no speed, but without this a crowd would keep them out for as long as it runs.
             return SPARE_SLOTS + 1 if self._auditor.waiting else spare_slots()
 
-        crowd = Crowd(self._registry, self._idle, draw, min(size, job.limit), spare)
+        crowd = Crowd(self._registry, self._idle, draw, min(size, job.limit - 1), spare)
         self._crowds.add(crowd)
         try:
             await crowd.stand(CROWD_WAIT_S)
@@ -269,8 +273,8 @@ class Verifier:
         DeadlineError when it is over."""
         while True:
             try:
-                text, receipt = await self._requests.start([sample]).to_end()
-                return job.judge.result(job.condition, index, receipt, text)
+                text, tops, receipt = await self._requests.start([sample]).to_end()
+                return job.judge.result(job.condition, index, receipt, text, tops)
             except OverloadedError as error:
                 if loop_time() + error.retry_after_s >= sample.deadline:
                     raise DeadlineError(str(error)) from error
@@ -291,7 +295,7 @@ def naming_case(index: int) -> Iterator[None]:
 
 
 def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> SampleTask:
-    params = replace(case.sampling_params, top_logprobs=0)  # What is compared has none.
+    params = case.sampling_params
     return SampleTask(
         request_id=f"verify-{index}",
         index=0,

@@ -22,11 +22,22 @@ from grpc_status import rpc_status
 
 from corun.errors import CorunError, DeadlineError, to_status
 from corun.params import SamplingParams, sample_seed
-from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.receipt import Receipt, alternatives_digest, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
+from corun.testing.engines import expected_alternatives
 from corun.testing.model import filled_contract
-from corun.types import ClusterStatus, FinishReason, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
+from corun.types import (
+    Alternatives,
+    ClusterStatus,
+    FinishReason,
+    NodeInfo,
+    NodeLoad,
+    NodeRef,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+)
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
 
@@ -175,6 +186,9 @@ class FakeRouter(ClusterServiceServicer):
                     text=text_of(token_id),
                     token_ids=[token_id ^ 1 if self.tamper and last else token_id],
                     logprobs=[logprob] if params.logprobs else [],
+                    top_logprobs=[pb.TopLogprobs(**tops_of(token_id, logprob, params.top_logprobs)._asdict())]
+                    if params.top_logprobs
+                    else [],
                     token_texts=[text_of(token_id)] if request.token_texts and not self.without_texts else [],
                     finish_reason=codec.finish_reason_to_proto(FinishReason.LENGTH if last else None),
                     receipt=codec.receipt_to_proto(receipt) if last else None,
@@ -187,6 +201,7 @@ class FakeRouter(ClusterServiceServicer):
         receipt = make_receipt("verify", 0, prompt=case.prompt_token_ids, seed=case.seed, params=params, tokens=tokens)
         expected = case.output_digest or receipt.output_digest
         match = expected == receipt.output_digest and condition not in self.broken
+        count = params.top_logprobs
         text = text_digest("".join(text_of(token_id) for token_id, _ in tokens))
         if condition in self.stopping:
             receipt = replace(receipt, finish_reason=FinishReason.STOP)
@@ -197,6 +212,7 @@ class FakeRouter(ClusterServiceServicer):
             expected_digest=expected,
             receipt=receipt,
             text_digest="" if self.without_texts else text,
+            alternatives_digest=alternatives_digest([tops_of(*token, count) for token in tokens] if count else []),
         )
 
 
@@ -218,6 +234,12 @@ class FailedCall(grpc.RpcError):
 
 def text_of(token_id: int) -> str:
     return chr(97 + token_id % 26)
+
+
+def tops_of(token_id: int, logprob: float, count: int) -> Alternatives:
+    """The alternatives beside a token, with their texts."""
+    tops = expected_alternatives(token_id, logprob, count)
+    return tops._replace(texts=tuple(map(text_of, tops.token_ids)))
 
 
 def sample_output(prompt: tuple[int, ...], seed: int, count: int) -> list[tuple[int, float]]:

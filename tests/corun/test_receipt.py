@@ -15,6 +15,7 @@ from corun.errors import InvalidArgumentError
 from corun.receipt import (
     OutputDigest,
     Receipt,
+    alternatives_digest,
     certificates_digest,
     output_digest,
     prompt_digest,
@@ -23,7 +24,7 @@ from corun.receipt import (
     text_digest,
     tokens_digest,
 )
-from corun.types import FinishReason, NodeRef
+from corun.types import Alternatives, FinishReason, NodeRef
 
 IDS = st.integers(0, 2**32 - 1)
 LOGPROBS = st.floats(width=32, max_value=0, allow_nan=False)
@@ -53,6 +54,10 @@ def test_digests_are_what_anybody_would_compute() -> None:
     assert output_digest([1, 2], [-0.5, -1.25]) == expected
     assert expected == "8929df15b504950e0f187b66a35e91a2e0764e16981e58b567912bd22041a81e"
     assert tokens_digest([1, 2]) == hashlib.sha256(b"corun.v1.tokens\0" + struct.pack("<II", 1, 2)).hexdigest()
+    tops = Alternatives((1, 2), (-0.5, -1.5), ("ä", ""))
+    packed = struct.pack("<IIfI", 2, 1, -0.5, 2) + "ä".encode() + struct.pack("<IfI", 2, -1.5, 0)
+    assert alternatives_digest([tops]) == hashlib.sha256(b"corun.v1.alternatives\0" + packed).hexdigest()
+    assert alternatives_digest([]) == ""
     assert text_digest("ä") == hashlib.sha256(b"corun.v1.text\0" + "ä".encode()).hexdigest()
 
 

@@ -164,6 +164,7 @@ VALUES: dict[str, Any] = {
         ),
         error="e6",
         text_digest="t7",
+        alternatives_digest="a8",
     ),
     "resume_point": ResumePoint(sample_index=1, seed=2, num_tokens=3, output_digest="o4", text_bytes=5, done=True),
 }
@@ -185,7 +186,7 @@ BYTES = {
     ),
     "verify_result": (
         "080110041801220265342a3e0a02663112027232180320042a027035320270363a026f374008480950025a080a02703112026731"
-        "62080a026431120267326a03743133700e7a03633135320265363a027437"
+        "62080a026431120267326a03743133700e7a03633135320265363a02743742026138"
     ),
     "resume_point": "08011002180322026f3428053001",
 }

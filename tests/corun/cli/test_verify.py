@@ -108,6 +108,22 @@ def test_nothing_less_than_the_same_is_agreement(
     assert {d["reason"] for d in json.loads(done.out)["differences"]} == {reason}
 
 
+@pytest.mark.parametrize("field", ["token_ids", "logprobs", "texts"])
+def test_alternatives_are_compared_with_those_of_the_run(corun: Any, tmp_path: Path, field: str) -> None:
+    row = {"prompt": [1], "id": "tops", "params": {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}}
+    results = tmp_path / "tops.jsonl"
+    assert corun("batch", write_rows(tmp_path / "in.jsonl", row), "-o", results).code == 0
+    assert corun("verify", results).code == 0
+    (found,) = read_rows(results)
+    found["top_logprobs"][1][field].reverse()
+    done = corun("verify", write_rows(results, found), "--json")
+    reasons = {each["reason"] for each in json.loads(done.out)["differences"]}
+    assert (done.code, reasons) == (3, {"its top_logprobs are not those of the run"})
+    del found["top_logprobs"]
+    done = corun("verify", write_rows(results, found))
+    assert "row tops: its number of top_logprobs is not that of its receipt" in done.err
+
+
 def change_row(results: Path, row_id: str, **change: Any) -> Path:
     """Change a row; `receipt` and `last` change fields of its receipt and of its last sample."""
     rows = read_rows(results)
