@@ -100,6 +100,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+DENSE_1B = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
 DENSE_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
 TINY = {
     "hidden_size": 256,
@@ -112,6 +113,7 @@ MOE_TINY = TINY | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim":
 MLA_TINY = TINY | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 128}
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3-1.7b": QWEN3 | DENSE_1B | {"tie_word_embeddings": True},
     "qwen3-8b": QWEN3 | DENSE_8B,
     "qwen3-8b-4l": QWEN3 | DENSE_8B | {"num_hidden_layers": 4},
     "qwen3-4l-head-64": QWEN3 | DENSE_8B | {"num_hidden_layers": 4, "head_dim": 64},
@@ -129,8 +131,9 @@ def shapes(config: dict[str, Any]) -> Shapes:
     found: Shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
     }
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         norms: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
         parts = {**norms, **_attention(config), **_mlp(config, layer)}
@@ -219,7 +222,7 @@ def shards(found: Shapes) -> dict[str, list[Tensor]]:
     return files
 
 
-def draw(tensors: list[Tensor], std: float, seed: int, device: str) -> torch.Tensor:
+def draw(tensors: list[Tensor], std: float, embedding_std: float, seed: int, device: str) -> torch.Tensor:
     """The data of one shard, as bytes in host memory."""
     generator = torch.Generator(device=device).manual_seed(seed)
     data = torch.empty(tensors[-1].end, dtype=torch.uint8, device=device)
@@ -230,7 +233,7 @@ def draw(tensors: list[Tensor], std: float, seed: int, device: str) -> torch.Ten
         elif len(tensor.shape) == 1:
             values.fill_(1.0)
         else:
-            values.normal_(0, 1.0 if "embed" in tensor.name else std, generator=generator)
+            values.normal_(0, embedding_std if "embed" in tensor.name else std, generator=generator)
     if device == "cpu":
         return data
     host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
@@ -268,8 +271,11 @@ def write(name: str, directory: Path, device: str) -> int:
     for tokenizer in ("tokenizer.json", "tokenizer_config.json"):
         (directory / tokenizer).write_bytes((source / tokenizer).read_bytes())
 
+    std = config["initializer_range"]
+    embedding_std = std if config["tie_word_embeddings"] else 1.0  # If tied, it is the last product's weights, too.
+
     def write_shard(number: int, file: str) -> None:
-        data = draw(files[file], config["initializer_range"], SEED * 1000 + number, device)
+        data = draw(files[file], std, embedding_std, SEED * 1000 + number, device)
         with (directory / file).open("wb") as sink:
             sink.write(header(files[file]))
             sink.write(memoryview(data.numpy()))

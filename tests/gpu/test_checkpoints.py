@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.gpu.checkpoints import CONFIGS, INDEX, shapes, shards, write
 
 BILLIONS = {
+    "qwen3-1.7b": 1.72,
     "qwen3-8b": 8.2,
     "qwen3-30b-a3b": 30.5,
     "qwen3-30b-a3b-12l": 8.1,
