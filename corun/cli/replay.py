@@ -15,7 +15,7 @@ from corun.client.client import Client
 from corun.client.progress import ProgressBar
 from corun.completion import Sample
 from corun.errors import InvalidArgumentError
-from corun.receipt import text_digest
+from corun.receipt import alternatives_digest, text_digest
 from corun.records.differences import parting
 from corun.records.rows import read_results, to_line
 from corun.records.verification import NamedCase, case_from_reproduction, cases_from_row
@@ -106,6 +106,8 @@ def _difference(done: Sample, case: NamedCase, values: Mapping[str, Any]) -> str
         return f"finish reason: {case.receipt.finish_reason.value} and {done.finish_reason.value} (recorded and now)"
     if case.text_digest and text_digest(done.text) != case.text_digest:
         return "the text; all tokens are the same, so it was decoded by another tokenizer"
+    if values and alternatives_digest(done.top_logprobs) != case.alternatives_digest:
+        return "the top_logprobs; all tokens and their own log probabilities are the same"
     return ""
 
 

@@ -120,6 +120,17 @@ def test_a_log_probability_that_was_not_recorded_is_told_by_the_digest(
     assert (done.code, found["match"], "by a log probability" in found["difference"]) == (3, False, True)
 
 
+def test_alternatives_are_compared(corun: Any, tmp_path: Path) -> None:
+    row = {"prompt": [1], "id": "tops", "params": {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}}
+    recorded = tmp_path / "tops.jsonl"
+    assert corun("batch", write_rows(tmp_path / "in.jsonl", row), "-o", recorded).code == 0
+    assert corun("replay", recorded).code == 0
+    (found,) = read_rows(recorded)
+    found["top_logprobs"][1]["logprobs"].reverse()
+    done = corun("replay", write_rows(recorded, found))
+    assert (done.code, "DIFFERS at the top_logprobs" in done.out) == (3, True)
+
+
 def test_another_contract_is_told(corun: Any, results: Path, other_contract: Callable[[], None]) -> None:
     other_contract()
     done = corun("replay", results, "--id", "plain")
