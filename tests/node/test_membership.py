@@ -259,7 +259,7 @@ async def test_what_changed_of_the_node_is_told_by_another_registration() -> Non
     async with serving(router) as server, running(server.address) as agent:
         await until(lambda: len(router.beats) == 1)
         agent.describe(changed)
-        await until(lambda: len(router.registered) == 2)
+        await until(lambda: (len(router.registered), len(router.beats)) == (2, 2))  # A beat follows a registration.
         agent.tell()
         await until(lambda: len(router.beats) == 3)
         assert (router.registered, agent.info) == ([INFO, changed], changed)
