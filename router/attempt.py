@@ -181,7 +181,7 @@ class Attempt:
                 self._prefill_id,
                 self.task.prompt_token_ids,
                 self.placement.decode.info.ref,
-                self._time(math.inf),
+                self._time(),
                 span.metadata,
                 idle_s=self._config.prefill_timeout_s,
                 share_scope=self.task.share_scope if self.placement.need.kv_key else "",
@@ -245,7 +245,7 @@ class Attempt:
         if name and not self._lease.has_kv:
             kept.callback(self.placement.prefill.client.release_kv, name)
 
-    def _time(self, longest_s: float) -> float:
+    def _time(self, longest_s: float = math.inf) -> float:
         """Return the seconds until the sample's deadline, at most `longest_s`. Raises DeadlineError if none is left."""
         left = self.task.deadline - loop_time()
         if left <= 0:

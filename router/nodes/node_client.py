@@ -185,8 +185,7 @@ class PrefillClient(NodeClient):
             isolated=isolated,
             sample=sample,
         )
-        response = await self._call(self._stub.Prefill, request, timeout_s, metadata, idle_s)
-        self.computed_at = self._clock.time()
+        response = await self._computed(self._stub.Prefill, request, timeout_s, metadata, idle_s)
         return codec.kv_handle_from_proto(response.handle), response.started
 
     async def score(
@@ -211,12 +210,24 @@ class PrefillClient(NodeClient):
             num_scored=num_scored,
             share_scope=share_scope,
         )
-        response = await self._call(self._stub.ScoreTokens, request, timeout_s, metadata, idle_s)
-        self.computed_at = self._clock.time()
+        response = await self._computed(self._stub.ScoreTokens, request, timeout_s, metadata, idle_s)
         scores = codec.token_scores_from_proto(response)
         if {len(scores.logprobs), len(scores.top_token_ids), len(scores.top_logprobs)} != {num_scored}:
             raise InternalError(f"{self.ref.node_id} did not score all of {num_scored} tokens")
         return scores
+
+    async def _computed(
+        self,
+        method: Callable[..., Awaitable[Any]],
+        request: object,
+        timeout_s: float,
+        metadata: Metadata,
+        idle_s: float,
+    ) -> Any:
+        """Return what the node has computed, which shows that it works."""
+        response = await self._call(method, request, timeout_s, metadata, idle_s)
+        self.computed_at = self._clock.time()
+        return response
 
     def release_kv(self, request_id: str) -> None:
         """Release KV that no decode node will read, in the background."""
