@@ -271,10 +271,11 @@ class Benchmark:
         }
         self.result["runs"].append(row | summary)
         self._save()
+        good = f", {summary['request_goodput']:.2f} good requests/s" if self._goodput else ""
         self.say(
             f"{name}: {workload.name} #{repeat + 1} at {workload.max_concurrency}: "
             f"{summary['output_throughput']:.0f} output tok/s, TTFT {summary['median_ttft_ms']:.0f} ms, "
-            f"TPOT {summary['median_tpot_ms']:.2f} ms"
+            f"TPOT {summary['median_tpot_ms']:.2f} ms{good}"
         )
         if errors := sorted({outcome.error for outcome in run.outcomes if outcome.error}):
             self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")

@@ -61,6 +61,8 @@ class _Planner:
     def __init__(self, options: PlanOptions, say: Callable[[str], None]) -> None:
         self._options, self._say = options, say
         self._spec = workloads.parse(options.workload)
+        if self._spec.rate:
+            raise InvalidArgumentError("workload", options.workload, "must have no rate: give it as request_rate")
         self._goodput = metrics.parse_goodput(options.goodput)
         self._is_open = math.isfinite(options.request_rate)
         self._model = resolve_model(options.model) if self._spec.is_text else ""

@@ -30,6 +30,8 @@ from corun_bench.results import (
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+GOOD = "good requests/s"
+"""The column of requests that kept all limits of `--goodput`; it is there where a run had limits."""
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "e2e"}
 _STYLES = {"good": "green", "bad": "red", "dim": "dim"}
 
@@ -112,6 +114,7 @@ def throughputs(results: Results, baseline: str) -> Table:
             "per GPU": _number(value / gpus if value is not None and gpus else None),
             "bits differ": _bits(results, system, workload),
             "total tokens/s": _number(median_of(runs, "total_token_throughput")),
+            GOOD: _number(median_of(runs, "request_goodput")),
             "decode peak tokens/s": _number(median_of(runs, "peak_decode_tokens_per_s")),
             "slots in use": _share(median_of(runs, "slot_occupancy")),
             "padding": _share(median_of(runs, "padding_waste")),
@@ -145,7 +148,8 @@ def printed(results: Results, baseline: str) -> Printed:
             for statistic in ("median", "p99")
         }
         more = {"padding": _share(median_of(runs, "padding_waste")), "bits differ": _bits(results, system, workload)}
-        return {**_speed(runs, base, baseline), **latency, **more}
+        good = {GOOD: _number(median_of(runs, "request_goodput"))}
+        return {**_speed(runs, base, baseline), **latency, **good, **more}
 
     return as_rich(_by_workload(results, baseline, cells), "workload", "system")
 

@@ -8,8 +8,9 @@ A name is comma-separated `key=value`, checked in full before anything is read o
     sharegpt                       the built-in sample; sharegpt=PATH: a JSON file of ShareGPT
     blazedit                       the built-in sample; blazedit=PATH: JSON lines of Blazedit
 
-`rl=PxN` can be added to each of them. BurstGPT takes `model=GPT-4` (rows of that model only, as in vLLM's benchmark).
-ShareGPT and Blazedit take `out=N` (the same output length for all). A path must not contain a comma.
+`rl=PxN` can be added to each of them, and so can `rate=R`: R requests are sent a second, whatever the command's own
+rate is, so that one start of a system measures a curve. BurstGPT takes `model=GPT-4` (rows of that model only, as in
+vLLM's benchmark). ShareGPT and Blazedit take `out=N` (the same output length for all). A path must not contain a comma.
 
 A request is cut to fit a model: prompt and output together may have `max_model_len` tokens. If they have more, the one
 that is longer than half of this limit is cut; if both are longer than half, both are cut to half. A prompt loses its
@@ -55,10 +56,10 @@ BLAZEDIT_OUTPUT_TOKENS = 4000
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 """vLLM's limits on ShareGPT (is_valid_sequence in vllm/benchmarks/datasets): other conversations are left out."""
 _OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "synthetic": frozenset({"in", "out", "rl"}),
-    "burstgpt": frozenset({"model", "rl"}),
-    "sharegpt": frozenset({"out", "rl"}),
-    "blazedit": frozenset({"out", "rl"}),
+    "synthetic": frozenset({"in", "out", "rate", "rl"}),
+    "burstgpt": frozenset({"model", "rate", "rl"}),
+    "sharegpt": frozenset({"out", "rate", "rl"}),
+    "blazedit": frozenset({"out", "rate", "rl"}),
 }
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Spec:
     samples: int = 1
     model: str = ""
     """BurstGPT: rows of this model only; empty: all rows."""
+    rate: float = 0.0
+    """Requests a second; 0: the command's rate."""
 
     @property
     def name(self) -> str:
@@ -127,6 +130,7 @@ def parse(spec: str) -> Spec:
         prompts=_integer("rl", rollout, prompts, MAX_SAMPLES) if rollout else 0,
         samples=_integer("rl", rollout, samples, MAX_SAMPLES) if rollout else 1,
         model=fields.get("model", ""),
+        rate=_rate(fields["rate"]) if "rate" in fields else 0.0,
     )
 
 
@@ -147,6 +151,16 @@ def _integer(key: str, shown: str, digits: str, maximum: int) -> int:
         form = "PROMPTSxSAMPLES, both" if key == "rl" else "a number"
         raise InvalidArgumentError(key, shown, f"must be {form} in [1, {maximum}]")
     return int(digits)
+
+
+def _rate(digits: str) -> float:
+    try:
+        found = float(digits)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise InvalidArgumentError("rate", digits, "must be a number of requests a second, above 0")
+    return found
 
 
 class _Sample(NamedTuple):
@@ -175,10 +189,12 @@ def make(
 ) -> Workload:
     """Return the workload of a spec; a rollout has its own number of requests, whatever `num_requests` is.
 
-    What had to be changed is logged: requests that were cut, records left out, prompts used again. An infinite
-    `request_rate` is a closed loop. `tokenize` gets raw text: no chat template is applied. The numbers are those of
-    checked options (`corun_bench.options`). Raises InvalidArgumentError for a file of another shape.
+    What had to be changed is logged: requests that were cut, records left out, prompts used again. The spec's own rate
+    goes before `request_rate`; an infinite one is a closed loop. `tokenize` gets raw text: no chat template is applied.
+    The numbers are those of checked options (`corun_bench.options`). Raises InvalidArgumentError for a file of another
+    shape.
     """
+    request_rate = spec.rate or request_rate
     maker = _Maker(spec, vocab_size, seed, tokenize)
     made = maker.samples(spec.prompts or num_requests)
     fitted = []

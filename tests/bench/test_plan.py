@@ -101,6 +101,7 @@ def test_notes_say_what_was_not_measured() -> None:
         ("in=512,out=8 --num-gpus 1 --measured /nowhere.json", "/nowhere.json"),
         ("in=512,out=8 --placements 1p --prefill-tokens-per-s 9 --decode-step-ms 1:9 --slots 4", "placements = '1p'"),
         ("in=512,out=8 --num-gpus 1 --goodput words", "goodput"),
+        ("in=512,out=8,rate=5 --num-gpus 1", "must have no rate: give it as request_rate"),
         ("in=512,out=8 --num-gpus 1 --slots 0", "slots = 0: must be above 0"),
         ("in=512,out=8 --num-gpus 1 --attain 2", "attain = 2.0: must be above 0 and at most 1"),
     ],

@@ -40,6 +40,7 @@ def test_a_spec_is_read_in_full() -> None:
     assert (trace.path, trace.model) == (Path("some/where/trace.csv"), "GPT-4")
     assert trace.name == "burstgpt=trace.csv,model=GPT-4"
     assert parse("blazedit").path is None
+    assert (parse("in=5,out=6,rate=2.5").rate, parse("in=5,out=6").rate) == (2.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,9 @@ def test_a_spec_is_read_in_full() -> None:
         ("paper,in=5,out=6", "must be KEY=VALUE"),
         ("rl=4,in=5,out=6", "rl = '4': must be PROMPTSxSAMPLES"),
         ("rl=0x4,in=5,out=6", "rl = '0x4'"),
+        ("in=5,out=6,rate=0", "rate = '0': must be a number of requests a second"),
+        ("in=5,out=6,rate=inf", "rate = 'inf'"),
+        ("in=5,out=6,rate=x", "rate = 'x'"),
         ("burstgpt,in=5", "'in' is no part of a burstgpt workload"),
         ("burstgpt,sharegpt", "more than one data set: burstgpt, sharegpt"),
         ("synthetic", "must be in=TOKENS,out=TOKENS"),
@@ -130,6 +134,8 @@ def test_an_open_loop_has_arrivals_at_its_rate() -> None:
     workload = made("in=10,out=7", request_rate=2.0, burstiness=0.5)
     assert workload.is_open
     assert workload.requests[-1].arrival_s == pytest.approx(10.0)
+    own = made("in=10,out=7,rate=4", request_rate=2.0)
+    assert (own.request_rate, own.requests[-1].arrival_s) == (4.0, pytest.approx(5.0)), "its own rate goes first"
     closed = made("in=10,out=7")
     assert {request.arrival_s for request in closed.requests} == {0.0}
     assert [replace(request, arrival_s=0.0) for request in workload.requests] == list(closed.requests)
