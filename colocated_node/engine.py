@@ -58,26 +58,38 @@ class ColocatedEngine:
         """Load the model and start the engine (`base.started`)."""
         made = arguments(config, endpoint)
         llm, seen, facts = await base.started(made)
-        of_prompts, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
-        sizes, of_rows = await certify_rows(llm, untested(config, NodeRole.DECODE, facts.finding)[Freedom.ROWS])
-
         model = model_contract(llm, config, seen)
         buckets = tuple(made.kv_transfer_config.kv_connector_extra_config[BUCKETS])
+        of_prompts, of_rows = (
+            prefill_contract(model, seen, config.chunk_size, buckets),
+            decode_contract(model, seen, facts),
+        )
+        prompts_certificate, _ = await base.certify_freedoms(
+            llm,
+            untested(config, NodeRole.PREFILL, facts.finding),
+            base.deciding_facts(llm, config, of_prompts, seen, facts),
+        )
+        sizes, rows_certificate = await certify_rows(
+            llm,
+            untested(config, NodeRole.DECODE, facts.finding)[Freedom.ROWS],
+            base.deciding_facts(llm, config, of_rows, seen, facts),
+        )
+
         prompts = prompt_blocks(facts.kv_blocks, facts.block_size, facts.max_model_len)
         prefill = await VllmPrefillEngine.of(
             llm,
             replace(facts, kv_blocks=prompts, step_tokens=facts.step_tokens - config.slots),
-            prefill_contract(model, seen, config.chunk_size, buckets),
+            of_prompts,
             prefill_ref,
             endpoint,
             config,
-            of_prompts,
+            prompts_certificate,
         )
         decode = VllmDecodeEngine.of(
             llm,
             replace(facts, kv_blocks=facts.kv_blocks - prompts),
-            decode_contract(model, seen, facts),
             of_rows,
+            rows_certificate,
             endpoint.engine_id,
             [*sizes, config.slots],
         )

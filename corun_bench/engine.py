@@ -138,7 +138,7 @@ class Server:
 
             if finding := await base.certify(self._llm):
                 raise UnavailableError(f"the self-test found a difference: {finding}")
-            await certify_rows(self._llm, "" if settings.kind == LADDER else "not asked for")
+            await certify_rows(self._llm, "" if settings.kind == LADDER else "not asked for", None)
         self._tell("ready", self._facts(time.monotonic() - began))
         decoder = msgspec.msgpack.Decoder()
         while (command := decoder.decode(await self._commands.recv()))[0] != "stop":

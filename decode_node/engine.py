@@ -12,7 +12,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,10 @@ class VllmDecodeEngine:
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
         """Load the model and start the engine (`base.started`)."""
         llm, seen, facts = await base.started(arguments(config, endpoint))
-        reasons = untested(config, NodeRole.DECODE, facts.finding)
-        sizes, certificate = await certify_rows(llm, reasons[Freedom.ROWS])
         contract = decode_contract(model_contract(llm, config, seen), seen, facts)
+        reasons = untested(config, NodeRole.DECODE, facts.finding)
+        decided_by = base.deciding_facts(llm, config, contract, seen, facts)
+        sizes, certificate = await certify_rows(llm, reasons[Freedom.ROWS], decided_by)
         engine = cls.of(llm, facts, contract, certificate, endpoint.engine_id, [*sizes, config.slots])
         llm.on_outputs, llm.on_dead = engine.take, engine.note_dead
         return engine
@@ -339,15 +340,15 @@ def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
     return stops
 
 
-async def certify_rows(llm: Any, reason: str = "") -> tuple[list[int], Certificate]:
+async def certify_rows(llm: Any, reason: str, decided_by: Mapping[str, Any] | None) -> tuple[list[int], Certificate]:
     """Let the engine run steps with fewer rows than slots if every rank finds that they give the same bits.
 
-    reason: why this is not tested; empty: it is.
+    reason: why this is not tested; empty: it is. decided_by: see `base.certify_freedoms`.
 
     Returns:
         These numbers of rows, ascending, and the certificate that says why there are none.
     """
-    certificate, ranks = await base.certify_freedoms(llm, {Freedom.ROWS: reason})
+    certificate, ranks = await base.certify_freedoms(llm, {Freedom.ROWS: reason}, decided_by)
     common = sorted(set.intersection(*(set(rank["sizes"]) for rank in ranks))) if certificate.held else []
     if certificate.held and not common:
         certificate = certificate.without(Freedom.ROWS, "the ranks agree on no number of rows")

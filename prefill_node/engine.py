@@ -155,9 +155,9 @@ class VllmPrefillEngine:
         made = arguments(config, endpoint)
         buckets = tuple(made.compilation_config.cudagraph_capture_sizes or ())
         llm, seen, facts = await base.started(made)
-        certificate, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
-        model = model_contract(llm, config, seen)
-        contract = prefill_contract(model, seen, config.chunk_size, buckets)
+        contract = prefill_contract(model_contract(llm, config, seen), seen, config.chunk_size, buckets)
+        decided_by = base.deciding_facts(llm, config, contract, seen, facts)
+        certificate, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding), decided_by)
         engine = await cls.of(llm, facts, contract, ref, endpoint, config, certificate)
         llm.on_outputs, llm.on_dead = engine.take, engine.note_dead
         return engine

@@ -450,6 +450,9 @@ class NodeConfig(MemberConfig):
     """Time for running work to end when the node is told to stop, in seconds."""
     prefix_caching: bool = True
     """KV is kept for later prompts of the same client that begin alike, as long as its room is not needed."""
+    keep_certificates: bool = True
+    """A node on a GPU keeps its certificate in the user's cache, and its next start does not test again what it found
+    with the same contract, settings, GPU and code."""
 
     def check_together(self) -> None:
         MemberConfig.check_together(self)

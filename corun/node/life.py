@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
-from corun.node import scratch
+from corun.node import kept, scratch
 from corun.node.membership import NodeAgent
 from corun.node.metrics import EngineCollector, NodeMetrics
 from corun.node.watchdog import Pulse
@@ -231,6 +231,7 @@ class Life:
         """Give up all work at once, even in a drain, because the running work may be wrong."""
         if not self._quarantined:
             self._quarantined = reason
+            kept.forget()
             self._say(reason)
             self._give_up(reason)
             self._end(DataLossError(reason))
@@ -240,6 +241,7 @@ class Life:
         up, so that the reason can be read; only a new process, which tests itself, may be used."""
         log.error("not serving any more: %s", finding)
         self._finding = finding
+        kept.forget()
         for role, agent in zip(self._roles, self.agents, strict=True):
             agent.describe(role.info(self.server.address))
         self._watches.append(asyncio.create_task(self._refuse_work(finding)))

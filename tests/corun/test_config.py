@@ -162,7 +162,14 @@ def test_every_setting_has_a_type_that_a_file_can_give() -> None:
 def test_every_setting_is_checked_or_may_be_anything() -> None:
     unchecked = {known.name for cls in CONFIGS.values() for known in fields(cls) if "check" not in known.metadata}
     freedoms = {"smaller_steps", "packed_prefill", "free_chunks", "prefix_caching", "mixed_steps"}
-    assert unchecked - path_settings() == {"tls_name", "tls_clients", "reflection", "share_kv", *freedoms}
+    assert unchecked - path_settings() == {
+        "tls_name",
+        "tls_clients",
+        "reflection",
+        "share_kv",
+        "keep_certificates",
+        *freedoms,
+    }
 
 
 def test_a_link_stays_a_link(tmp_path: Path, file: Path) -> None:

@@ -143,7 +143,7 @@ async def main(options: Profile, into: Path) -> None:
     try:
         finding = await base.certify(llm)
         began = time.monotonic()
-        certified, _ = await decode.certify_rows(llm, SELF_TEST_FAILED if finding else "")
+        certified, _ = await decode.certify_rows(llm, SELF_TEST_FAILED if finding else "", None)
         print(json.dumps({"certified": certified, "s": round(time.monotonic() - began, 2), "finding": finding}))
         for rows in options.rows:
             parts = await profile(llm, rows, into)

@@ -129,18 +129,18 @@ def rows(sizes: list[int], reason: str = "") -> dict[str, Any]:
 
 async def test_ranks_that_disagree_on_rows_use_what_all_have_found() -> None:
     llm = Llm(certify_freedoms=[rows([1, 4, 16]), rows([4, 16, 32])])
-    sizes, certificate = await decode.certify_rows(llm)
+    sizes, certificate = await decode.certify_rows(llm, "", None)
     assert (sizes, certificate.held) == ([4, 16], {"rows"})
     assert llm.calls == [("certify_freedoms", ["rows"]), ("use_rows", [4, 16])]
-    sizes, certificate = await decode.certify_rows(Llm(certify_freedoms=[rows([1]), rows([2])]))
+    sizes, certificate = await decode.certify_rows(Llm(certify_freedoms=[rows([1]), rows([2])]), "", None)
     assert (sizes, certificate.freedoms[0].refused) == ([], "the ranks agree on no number of rows")
-    sizes, certificate = await decode.certify_rows(Llm(certify_freedoms=[rows([1]), rows([], "the logits")]))
+    sizes, certificate = await decode.certify_rows(Llm(certify_freedoms=[rows([1]), rows([], "the logits")]), "", None)
     assert (sizes, certificate.freedoms[0].refused) == ([], "rank 1: the logits")
 
 
 async def test_smaller_steps_that_are_switched_off_are_not_tested() -> None:
     llm = Llm()
-    sizes, certificate = await decode.certify_rows(llm, "switched off by --no-smaller-steps")
+    sizes, certificate = await decode.certify_rows(llm, "switched off by --no-smaller-steps", None)
     assert (sizes, certificate.held, llm.calls) == ([], frozenset(), [])
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.node import scratch
+from corun.node import kept, scratch
 from corun.node.certificate import Certificate
 from corun.node.vllm import pin
 from corun.observe import stages
@@ -369,15 +369,37 @@ async def certify(llm: Any) -> str:
     return finding
 
 
-async def certify_freedoms(llm: Any, untested: Mapping[Freedom, str]) -> tuple[Certificate, list[dict[str, Any]]]:
+def deciding_facts(
+    llm: Any, config: NodeConfig, contract: Contract, seen: Mapping[str, Any], known: EngineFacts
+) -> dict[str, Any] | None:
+    """Return what decides the outcome of a test of freedoms, but for the freedoms and the GPUs; None if it is not to be
+    kept. On a CPU, where hardly any freedom holds, tests are short and nothing is kept."""
+    if not (config.keep_certificates and contract.model.cuda):
+        return None
+    worker = llm.vllm_config.parallel_config.worker_cls
+    return {"worker": worker, "contract": contract.canonical_json(), "seen": dict(seen), "engine": asdict(known)}
+
+
+async def certify_freedoms(
+    llm: Any, untested: Mapping[Freedom, str], decided_by: Mapping[str, Any] | None
+) -> tuple[Certificate, list[dict[str, Any]]]:
     """Let every worker test a role's freedoms, and return the certificate with what each worker found.
 
-    untested: all freedoms of the role, each with the reason why it is not tested; empty: it is.
+    untested: all freedoms of the role, each with the reason why it is not tested; empty: it is. decided_by: the
+    `deciding_facts`, by which what an earlier start found is looked up; None: the test is run, and not kept.
     """
     ranks: list[dict[str, Any]] = []
     if wanted := [freedom.value for freedom, reason in untested.items() if not reason]:
-        stages.enter(f"testing other ways to the same bits: {', '.join(wanted)}")
-        ranks = await call_workers(llm, "certify_freedoms", wanted, timeout_s=CERTIFY_TIMEOUT_S)
+        file = None
+        if decided_by is not None:
+            devices = await call_workers(llm, "device_id", timeout_s=OBSERVE_TIMEOUT_S)
+            file = kept.path({**decided_by, "wanted": wanted, "devices": devices})
+            ranks = kept.load(file, len(devices), wanted) or []
+        if not ranks:
+            stages.enter(f"testing other ways to the same bits: {', '.join(wanted)}")
+            ranks = await call_workers(llm, "certify_freedoms", wanted, timeout_s=CERTIFY_TIMEOUT_S)
+            if file is not None:
+                kept.save(file, ranks)
     certificate = Certificate.of_ranks(untested, ranks)
     log.info("certificate: %s", certificate)
     return certificate, ranks

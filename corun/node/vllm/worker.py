@@ -158,6 +158,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             "cuda": "" if on_cpu else torch.version.cuda or "",
         }
 
+    def device_id(self) -> str:
+        """Return which GPU of all GPUs this is, by its UUID; empty on a CPU."""
+        return "" if current_platform.is_cpu() else str(torch.cuda.get_device_properties(self.device).uuid)
+
     def versions(self) -> list[str]:
         """Return what computes here, as "name version", for the evidence of a certificate."""
         facts = self.model_facts()

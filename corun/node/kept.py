@@ -1,0 +1,88 @@
+"""Keeps what a node found in the test of its freedoms, in the user's cache, for its next start.
+
+The test takes 17 to 23 s of a pair's start on a GPU, and what it finds follows from what decides it: the contract,
+the engine's settings, the GPUs, and the code of the test itself. All of that is in the name of the file, so that a node
+that differs in any of it tests itself again.
+
+Owns: the files, and what is in their names. Must not know: what is tested, and how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import corun
+from corun.models.files import cache
+
+CODE = ("corun", "prefill_node", "decode_node", "colocated_node")
+"""The packages whose code decides what is tested and how."""
+log = logging.getLogger(__name__)
+
+
+def folder() -> Path:
+    """Return the directory of the kept results, which may not be there yet."""
+    return cache() / "certificates"
+
+
+def code_digest(root: Path | None = None) -> str:
+    """Return SHA-256 over this project's code that nodes run, as 64 hex digits. root: where its packages are."""
+    root = root or Path(corun.__file__).parents[1]
+    total = hashlib.sha256()
+    for file in sorted(file for package in CODE for file in (root / package).rglob("*.py")):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        total.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+    return total.hexdigest()
+
+
+def path(decided_by: Mapping[str, Any]) -> Path:
+    """Return the file of a result. decided_by: all that decides it beside the code, as JSON values."""
+    text = json.dumps({**decided_by, "code": code_digest()}, sort_keys=True)
+    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def load(file: Path, ranks: int, wanted: Collection[str]) -> list[dict[str, Any]] | None:
+    """Return what each rank found about the wanted freedoms; None if nothing was kept that can be read."""
+    try:
+        found = json.loads(file.read_text())
+        made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(file.stat().st_mtime))
+        if len(found) != ranks or any({*rank["refused"]} != {*wanted} for rank in found):
+            raise ValueError("it is of other ranks or freedoms")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        log.warning("the kept certificate %s is not used: %s", file, error)
+        return None
+    log.info("the certificate of %s is used again (%s)", made, file)
+    kept: list[dict[str, Any]] = found
+    return kept
+
+
+def save(file: Path, found: list[dict[str, Any]]) -> None:
+    """Keep what each rank found. A node that cannot write to the user's cache tests itself at each start."""
+    own = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own.write_text(json.dumps(found))
+        own.replace(file)
+    except OSError as error:
+        log.warning("the certificate is not kept: %s", error)
+        with suppress(OSError):
+            own.unlink()
+
+
+def forget() -> None:
+    """Delete all kept results, since one of this user's nodes was seen to give wrong bits.
+
+    They are few, and which of them are to blame is not known. All nodes test themselves again at their next start.
+    """
+    for file in folder().glob("*.json"):
+        with suppress(OSError):
+            file.unlink()

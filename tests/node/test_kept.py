@@ -1,0 +1,156 @@
+"""A node's next start uses what an earlier one found, and only with the same contract, engine, GPUs and code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import corun
+from corun.config.fields import PrefillConfig
+from corun.node import kept
+from corun.node.life import Life
+from corun.node.vllm import start
+from corun.types import Freedom
+from tests.node.test_certificate import EVIDENCE
+
+UNTESTED = {Freedom.PACKED: "", Freedom.CHUNKS: ""}
+DECIDED_BY: dict[str, Any] = {"worker": "w", "contract": "{}", "seen": {"driver": "580"}, "engine": {"kv_blocks": 9}}
+FOUND: list[dict[str, Any]] = [{"refused": {"packed": "", "chunks": "the logits"}, "evidence": EVIDENCE}]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "certificates")
+    return tmp_path / "certificates"
+
+
+class Llm:
+    """The one worker of an engine on a GPU."""
+
+    def __init__(self, device: str = "GPU-1") -> None:
+        self.device = device
+        self.tests = 0
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "device_id":
+            return [self.device]
+        self.tests += 1
+        return FOUND
+
+
+def files(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def write(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+async def tests_run(**changes: Any) -> int:
+    """Return how many tests the start of a node runs."""
+    llm = Llm(changes.pop("device", "GPU-1"))
+    certificate, ranks = await start.certify_freedoms(llm, UNTESTED, DECIDED_BY | changes)
+    assert (certificate.held, ranks) == ({"packed"}, FOUND)
+    return llm.tests
+
+
+async def test_the_next_start_tests_nothing_again() -> None:
+    assert [await tests_run(), await tests_run()] == [1, 0]
+
+
+@pytest.mark.parametrize("name", [*DECIDED_BY])
+async def test_what_decides_the_outcome_is_in_the_name(name: str) -> None:
+    await tests_run()
+    assert await tests_run(**{name: "other"}) == 1
+
+
+async def test_another_gpu_other_freedoms_and_other_code_are_tested(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    await tests_run()
+    assert await tests_run(device="GPU-2") == 1
+    llm = Llm()
+    await start.certify_freedoms(llm, {Freedom.PACKED: ""}, DECIDED_BY)
+    assert llm.tests == 1
+    monkeypatch.setattr(kept, "code_digest", lambda: "other")
+    assert await tests_run() == 1
+
+
+async def test_without_keeping_each_start_is_tested(folder: Path) -> None:
+    for _ in range(2):
+        llm = Llm()
+        await start.certify_freedoms(llm, UNTESTED, None)
+        assert llm.tests == 1
+    assert not files(folder)
+
+
+def test_the_code_digest_follows_each_file(tmp_path: Path) -> None:
+    assert kept.code_digest() == kept.code_digest(Path(corun.__file__).parents[1])
+    shutil.copytree(Path(corun.__file__).parent / "node", tmp_path / "corun")
+    before = kept.code_digest(tmp_path)
+    (tmp_path / "corun" / "kept.py").write_text("")
+    changed = kept.code_digest(tmp_path)
+    (tmp_path / "corun" / "kept.py").rename(tmp_path / "corun" / "other.py")
+    assert len({before, changed, kept.code_digest(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[{",
+        "3",
+        "[]",
+        "{}",
+        "[3]",
+        "[{}]",
+        json.dumps(FOUND * 2),
+        json.dumps([{"refused": {"packed": ""}, "evidence": EVIDENCE}]),
+    ],
+)
+async def test_a_file_that_cannot_be_read_is_not_used(folder: Path, text: str) -> None:
+    await tests_run()
+    (file,) = files(folder)
+    write(file, text)
+    assert [await tests_run(), await tests_run()] == [1, 0]
+
+
+async def test_a_cache_that_cannot_be_written_costs_a_test(folder: Path) -> None:
+    write(folder, "no folder")
+    assert [await tests_run(), await tests_run()] == [1, 1]
+
+
+async def test_only_whole_files_are_left(folder: Path) -> None:
+    await tests_run()
+    assert [file.suffix for file in files(folder)] == [".json"]
+
+
+@pytest.mark.parametrize("told", ["_note_quarantine", "_note_finding"])
+async def test_a_node_that_gave_wrong_bits_forgets(told: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a process that tests itself may follow it."""
+    await tests_run()
+    monkeypatch.setattr(Life, "_refuse_work", lambda self, reason: asyncio.sleep(0))
+    life = Life(PrefillConfig(model="m"), [], SimpleNamespace(health=None))  # type: ignore[arg-type]
+    getattr(life, told)("an audit had other bits")
+    assert not files(folder)
+    assert await tests_run() == 1
+
+
+@pytest.mark.parametrize(("cuda", "keep", "is_kept"), [("13.0", True, True), ("13.0", False, False), ("", True, False)])
+def test_certificates_are_kept_on_gpus(cuda: str, keep: bool, is_kept: bool) -> None:
+    llm = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="w")))
+    contract = SimpleNamespace(model=SimpleNamespace(cuda=cuda), canonical_json=lambda: "{}")
+    known = start.EngineFacts(
+        kv_blocks=9, block_size=16, step_tokens=8, max_model_len=8, vocab_size=8, eos_token_ids=(1,), finding=""
+    )
+    config = PrefillConfig(model="m", keep_certificates=keep)
+    found = start.deciding_facts(llm, config, contract, {"driver": "580"}, known)  # type: ignore[arg-type]
+    assert (found is not None) == is_kept
+    if found is not None:
+        json.dumps(found)
