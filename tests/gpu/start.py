@@ -2,8 +2,8 @@
 
 `python -m tests.gpu.start --model DIR [--prefill-gpus 0] [--decode-gpus 0]`. Prints a JSON line per start: the seconds
 until a pair is ready, and for each node the seconds of each stage that it enters (corun/observe/stages.py). The first
-start has empty caches of its own (vLLM's, Inductor's, Triton's), and the second one the same. The user's stay as they
-are.
+start has empty caches of its own (vLLM's, Inductor's, Triton's, and one for certificates), and the second one the same.
+The user's stay as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from corun_bench.nodes import Topology, environment, running
 
 LOOK_S = 0.1
 """The time between two looks at the logs: stages that are shorter may be missed."""
-CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "XDG_CACHE_HOME": "user",
+}
 BEFORE = "starting Python"
 
 
