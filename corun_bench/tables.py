@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
+from rich.table import Column
 from rich.table import Table as Printed
 from rich.text import Text
 
@@ -156,7 +157,8 @@ def printed(results: Results, baseline: str) -> Printed:
 
 def as_rich(table: Table, *names: str) -> Printed:
     """Return a table for a terminal. names: the heads of the columns of section titles and of row names."""
-    made = Printed(*names, box=box.SIMPLE_HEAD, pad_edge=False)
+    # A long name goes on in the next line, since a workload without its end could be another one.
+    made = Printed(*(Column(name, overflow="fold") for name in names), box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns(table):
         made.add_column(column, justify="right")
     for title, rows in table.items():
