@@ -22,7 +22,7 @@ from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node import kept, scratch
 from corun.node.certificate import Certificate
-from corun.node.vllm import pin
+from corun.node.vllm import fork_server, pin
 from corun.observe import stages
 from corun.processes import cpu_seconds
 from corun.rpc.ports import reserve
@@ -113,6 +113,8 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
     pin.environment(os.environ)  # Refuse bad variables now, and not after a minute of loading.
     stages.enter("importing vLLM")
+    if not on_cpu:
+        fork_server.begin()
 
 
 def shared_arguments(
@@ -282,7 +284,8 @@ async def started(arguments: Any) -> tuple[Any, dict[str, Any], EngineFacts]:
     Returns:
         its `AsyncLLM`, what its workers observe, and the facts with the finding of the self-test.
     """
-    llm = step_llm().from_engine_args(arguments)
+    with fork_server.of_cores():
+        llm = step_llm().from_engine_args(arguments)
     seen = await observe(llm)
     return llm, seen, facts(llm, finding=await certify(llm))
 

@@ -1,0 +1,73 @@
+"""Starts an engine's core in a process that is forked from one that has imported vLLM already.
+
+Importing vLLM takes a node and then its engine's core 17 to 20 s each on a GPU host. Here a fork server of
+`multiprocessing` imports while the node does. Only on a GPU: on a CPU vLLM chooses libraries to preload
+(platforms/cpu.py) for processes that start later.
+
+Owns: what the fork server imports, and how vLLM comes to use it. Must not import vLLM or torch: it runs before them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+IMPORTED = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.executor.uniproc_executor",
+    "corun.node.vllm.worker",
+    "corun.node.kv.connector",
+)
+"""What the fork server imports. Nothing of it may start CUDA, since no CUDA works in a process that is forked then."""
+
+
+def begin(imported: tuple[str, ...] = IMPORTED) -> None:
+    """Start this process's fork server, which imports these modules. What cannot be imported is left out."""
+    multiprocessing.set_forkserver_preload(list(imported))
+    forkserver.ensure_running()
+
+
+class _Process(ForkServerProcess):
+    """A process with the environment of its parent at its start; the fork server's is older."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class Context(ForkServerContext):
+    """The context of `multiprocessing` that vLLM is given."""
+
+    Process = _Process
+
+
+@contextmanager
+def of_cores() -> Iterator[None]:
+    """Let vLLM make its engines' cores with the fork server. Where none was begun, change nothing.
+
+    vLLM has no setting for it: `VLLM_WORKER_MULTIPROC_METHOD` knows fork and spawn. The workers of several ranks are
+    started by the core, with that method.
+    """
+    if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
+        yield
+        return
+    from vllm.v1.engine import utils
+
+    original: Any = utils.get_mp_context
+    utils.get_mp_context = Context
+    try:
+        yield
+    finally:
+        utils.get_mp_context = original
