@@ -1,4 +1,5 @@
-"""A process of the fork server has what it imported, and the environment of its parent at that moment."""
+"""A process of the fork server has what it imported, and the environment of its parent at that moment, and both end
+with that parent."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from corun.node.watchdog import end_with_parent
+from corun.processes import living, started
 
 CHECK = """
 import os, sys
@@ -22,10 +27,24 @@ if __name__ == "__main__":
     process = fork_server.Context().Process(target=test_fork_server.tell, args=(its,))
     process.start()
     its.close()
-    print(*mine.recv(), os.getpid())
+    print(*mine.recv(), os.getpid(), flush=True)
     process.join()
     print(process.exitcode)
 """
+ENDED = """
+import time
+from corun.node.vllm import fork_server
+from tests.node import test_fork_server
+
+if __name__ == "__main__":
+    fork_server.begin(("colorsys",))
+    fork_server.Context().Process(target=test_fork_server.last).start()
+    time.sleep(60)
+"""
+
+
+def variables() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.getcwd()}
 
 
 def tell(pipe: Connection) -> None:
@@ -34,11 +53,31 @@ def tell(pipe: Connection) -> None:
     pipe.send(("colorsys" in sys.modules, os.environ.get("SET_LATER"), parent.pid if parent else None))
 
 
+def last() -> None:
+    """Say who this is, and wait for its parent's end."""
+    end_with_parent()
+    print(os.getpid(), os.getppid(), flush=True)
+    time.sleep(60)
+
+
 def test_a_process_has_what_was_imported_and_the_environment_of_now(tmp_path: Path) -> None:
     script = tmp_path / "check.py"
     script.write_text(CHECK)
-    variables = {**os.environ, "PYTHONPATH": os.getcwd()}
-    found = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, script], env=variables(), capture_output=True, text=True, check=True)
     imported, environment, parent, pid = found.stdout.splitlines()[0].split()
     assert (imported, environment, found.stdout.splitlines()[1]) == ("True", "yes", "0"), found.stderr
     assert parent == pid  # Which `end_with_parent` waits for.
+
+
+def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path) -> None:
+    script = tmp_path / "ended.py"
+    script.write_text(ENDED)
+    with subprocess.Popen([sys.executable, script], env=variables(), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        both = started(map(int, parent.stdout.readline().split()))
+        assert len(both) == 2
+        parent.kill()
+        deadline = time.monotonic() + 20
+        while living(both) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not living(both)

@@ -142,15 +142,24 @@ async def test_a_node_that_gave_wrong_bits_forgets(told: str, folder: Path, monk
     assert await tests_run() == 1
 
 
-@pytest.mark.parametrize(("cuda", "keep", "is_kept"), [("13.0", True, True), ("13.0", False, False), ("", True, False)])
-def test_certificates_are_kept_on_gpus(cuda: str, keep: bool, is_kept: bool) -> None:
+def deciding(cuda: str = "13.0", keep: bool = True, kv_blocks: int = 9000) -> dict[str, Any] | None:
+    """Return what decides the outcome on a node with this CUDA, this setting and room for so much KV."""
     llm = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="w")))
-    contract = SimpleNamespace(model=SimpleNamespace(cuda=cuda), canonical_json=lambda: "{}")
+    contract: Any = SimpleNamespace(model=SimpleNamespace(cuda=cuda), canonical_json=lambda: "{}")
     known = start.EngineFacts(
-        kv_blocks=9, block_size=16, step_tokens=8, max_model_len=8, vocab_size=8, eos_token_ids=(1,), finding=""
+        kv_blocks=kv_blocks, block_size=16, step_tokens=8, max_model_len=8, vocab_size=8, eos_token_ids=(1,), finding=""
     )
     config = PrefillConfig(model="m", keep_certificates=keep)
-    found = start.deciding_facts(llm, config, contract, {"driver": "580"}, known)  # type: ignore[arg-type]
-    assert (found is not None) == is_kept
-    if found is not None:
-        json.dumps(found)
+    return start.deciding_facts(llm, config, contract, {"driver": "580"}, known)
+
+
+def test_certificates_are_kept_on_gpus() -> None:
+    assert json.dumps(deciding())
+    assert deciding(keep=False) is None
+    assert deciding(cuda="") is None
+
+
+def test_a_start_that_compiles_keeps_its_certificate_for_one_that_has_a_little_more_room() -> None:
+    """As on an H200: 18,715 blocks in a start that compiled, and 18,958 in the next."""
+    assert deciding(kv_blocks=18_715) == deciding(kv_blocks=18_958)
+    assert deciding(kv_blocks=18_715) != deciding(kv_blocks=5000)
