@@ -2,12 +2,14 @@
 machine is, and nothing about the code."""
 
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from corun.client.loop_thread import is_no_late_wake
+from corun.node import kept
 from tests.loading import load
 
 settings.register_profile("corun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,6 +17,15 @@ settings.load_profile("corun")
 
 # Each test has a loop of its own, and gRPC may wake the closed one of an earlier test: no fault of the test that runs.
 logging.getLogger("asyncio").addFilter(is_no_late_wake)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_kept_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the user's own certificates: a node that is told to have given wrong bits forgets all."""
+    folder = tmp_path_factory.mktemp("certificates")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

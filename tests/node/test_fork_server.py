@@ -7,9 +7,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from corun.node.watchdog import end_with_parent
 from corun.processes import living, started
@@ -17,11 +21,12 @@ from corun.processes import living, started
 CHECK = """
 import os, sys
 from multiprocessing import Pipe
+from pathlib import Path
 from corun.node.vllm import fork_server
 from tests.node import test_fork_server
 
 if __name__ == "__main__":
-    fork_server.begin(("colorsys", "no_such_module"))
+    fork_server.begin(Path(sys.argv[1]), ("colorsys", "no_such_module"))
     os.environ["SET_LATER"] = "yes"
     mine, its = Pipe()
     process = fork_server.Context().Process(target=test_fork_server.tell, args=(its,))
@@ -32,12 +37,13 @@ if __name__ == "__main__":
     print(process.exitcode)
 """
 ENDED = """
-import time
+import sys, time
+from pathlib import Path
 from corun.node.vllm import fork_server
 from tests.node import test_fork_server
 
 if __name__ == "__main__":
-    fork_server.begin(("colorsys",))
+    fork_server.begin(Path(sys.argv[1]), ())
     fork_server.Context().Process(target=test_fork_server.last).start()
     time.sleep(60)
 """
@@ -60,19 +66,31 @@ def last() -> None:
     time.sleep(60)
 
 
-def test_a_process_has_what_was_imported_and_the_environment_of_now(tmp_path: Path) -> None:
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A folder whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as found:
+        yield found
+
+
+def test_a_process_has_what_was_imported_and_the_environment_of_now(tmp_path: Path, folder: str) -> None:
     script = tmp_path / "check.py"
     script.write_text(CHECK)
-    found = subprocess.run([sys.executable, script], env=variables(), capture_output=True, text=True, check=True)
-    imported, environment, parent, pid = found.stdout.splitlines()[0].split()
-    assert (imported, environment, found.stdout.splitlines()[1]) == ("True", "yes", "0"), found.stderr
+    command = [sys.executable, script, folder]
+    found = subprocess.run(command, env=variables(), capture_output=True, text=True, check=True)
+    first, code = found.stdout.splitlines()
+    imported, environment, parent, pid = first.split()
+    assert (imported, environment, code) == ("True", "yes", "0"), found.stderr
     assert parent == pid  # Which `end_with_parent` waits for.
 
 
-def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path, folder: str) -> None:
+    """What stays is the socket, in the folder that is removed with a node's other sockets."""
     script = tmp_path / "ended.py"
     script.write_text(ENDED)
-    with subprocess.Popen([sys.executable, script], env=variables(), stdout=subprocess.PIPE, text=True) as parent:
+    own = {**variables(), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, script, folder]
+    with subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         both = started(map(int, parent.stdout.readline().split()))
         assert len(both) == 2
@@ -81,3 +99,5 @@ def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path) -
         while living(both) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not living(both)
+    assert os.listdir(tmp_path) == [script.name]
+    assert [name.partition("-")[0] for name in os.listdir(folder)] == ["listener"]

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 IMPORTED = (
@@ -28,8 +29,15 @@ IMPORTED = (
 """What the fork server imports. Nothing of it may start CUDA, since no CUDA works in a process that is forked then."""
 
 
-def begin(imported: tuple[str, ...] = IMPORTED) -> None:
-    """Start this process's fork server, which imports these modules. What cannot be imported is left out."""
+def begin(folder: Path, imported: Sequence[str] = IMPORTED) -> None:
+    """Start this process's fork server, which imports these modules. What cannot be imported is left out.
+
+    folder: where it listens, which only this user may enter. `multiprocessing` would make one that a node leaves
+    behind, since nodes end without Python's own way out.
+    """
+    # Before 3.10.9 and 3.11.1 it listened where all users could reach it (CVE-2022-42919).
+    setattr(util, "abstract_sockets_supported", False)  # noqa: B010  # typeshed has it as a constant.
+    multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
     multiprocessing.set_forkserver_preload(list(imported))
     forkserver.ensure_running()
 
@@ -54,8 +62,8 @@ class Context(ForkServerContext):
 
 
 @contextmanager
-def of_cores() -> Iterator[None]:
-    """Let vLLM make its engines' cores with the fork server. Where none was begun, change nothing.
+def used_by(module: Any) -> Iterator[None]:
+    """Let vLLM's `v1.engine.utils` make engines' cores with the fork server. Where none was begun, change nothing.
 
     vLLM has no setting for it: `VLLM_WORKER_MULTIPROC_METHOD` knows fork and spawn. The workers of several ranks are
     started by the core, with that method.
@@ -63,11 +71,9 @@ def of_cores() -> Iterator[None]:
     if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
         yield
         return
-    from vllm.v1.engine import utils
-
-    original: Any = utils.get_mp_context
-    utils.get_mp_context = Context
+    original = module.get_mp_context
+    module.get_mp_context = Context
     try:
         yield
     finally:
-        utils.get_mp_context = original
+        module.get_mp_context = original

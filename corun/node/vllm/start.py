@@ -106,15 +106,15 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     # Not the port, which may be another one at each start: in the environment, vLLM would make it a part of the key of
     # its compile cache (envs.py: `compile_factors`), and each start would compile all anew.
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host})
-    if "VLLM_RPC_BASE_PATH" not in os.environ and (folder := scratch.socket_folder()) is not None:
-        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    if (folder := scratch.socket_folder()) is not None:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
     if not on_cpu and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
         devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
     pin.environment(os.environ)  # Refuse bad variables now, and not after a minute of loading.
     stages.enter("importing vLLM")
-    if not on_cpu:
-        fork_server.begin()
+    if not on_cpu and folder is not None:
+        fork_server.begin(folder)
 
 
 def shared_arguments(
@@ -284,7 +284,9 @@ async def started(arguments: Any) -> tuple[Any, dict[str, Any], EngineFacts]:
     Returns:
         its `AsyncLLM`, what its workers observe, and the facts with the finding of the self-test.
     """
-    with fork_server.of_cores():
+    from vllm.v1.engine import utils
+
+    with fork_server.used_by(utils):
         llm = step_llm().from_engine_args(arguments)
     seen = await observe(llm)
     return llm, seen, facts(llm, finding=await certify(llm))
