@@ -103,6 +103,8 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
     if is_loopback(endpoint.host) and "UCX_NET_DEVICES" not in os.environ:
         os.environ["UCX_NET_DEVICES"] = "lo"  # Otherwise NIXL also listens on the external interfaces.
+    # vLLM sets it where it imports NIXL itself (distributed/nixl_utils.py), and warns where NIXL is there before.
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     # Not the port, which may be another one at each start: in the environment, vLLM would make it a part of the key of
     # its compile cache (envs.py: `compile_factors`), and each start would compile all anew.
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host})
