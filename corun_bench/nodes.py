@@ -79,6 +79,8 @@ class Topology:
     """Which other ways to compute the same bits the nodes may use, each where they have a certificate for it."""
     decode_split: DecodeSplit = "none"
     """How decode nodes cut a row's KV; not for CPUs."""
+    keep_certificates: bool = False
+    """Whether nodes keep their certificates, and use those that an earlier start kept."""
     start_timeout_s: float = 400.0
     """The time limit for the start of all nodes together, in seconds."""
 
@@ -130,6 +132,7 @@ class Topology:
         found += ["--threads", str(self.threads)] if self.threads else []
         found += ["--decode-split", self.decode_split] if node.module != "prefill_node" else []
         found += self._switches(CONFIGS[node.module])
+        found += [] if self.keep_certificates else ["--no-keep-certificates"]
         if has_gpu():
             found += ["--gpu-memory-utilization", str(self.share(node))]
             found += ["--tensor-parallel-size", str(self.tensor_parallel_size)]

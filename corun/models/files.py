@@ -16,7 +16,8 @@ _PIECE = 2**20
 
 def cache() -> Path:
     """Return the directory in the user's cache that models are kept in."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corun"
+    # A user without a home gets a directory named ~, as from vLLM (envs.py); `Path.home` raises RuntimeError.
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "corun"
 
 
 def sha256(path: Path) -> str:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,34 +48,41 @@ def path(decided_by: Mapping[str, Any]) -> Path:
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
-def load(file: Path, ranks: int, wanted: Collection[str]) -> list[dict[str, Any]] | None:
-    """Return what each rank found about the wanted freedoms; None if nothing was kept that can be read."""
+def load(file: Path) -> list[dict[str, Any]] | None:
+    """Return what each rank found; None if nothing was kept, or if the file does not have the digest of its content.
+
+    The digest shows damage. It is no protection against somebody who may write to the user's cache, where compiled code
+    lies beside it.
+    """
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
         made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(file.stat().st_mtime))
-        if len(found) != ranks or any({*rank["refused"]} != {*wanted} for rank in found):
-            raise ValueError("it is of other ranks or freedoms")
+        found: list[dict[str, Any]] = content["found"]
+        if content["sha256"] != _digest(file, found):
+            raise ValueError("it is damaged")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         log.warning("the kept certificate %s is not used: %s", file, error)
         return None
     log.info("the certificate of %s is used again (%s)", made, file)
-    kept: list[dict[str, Any]] = found
-    return kept
+    return found
 
 
 def save(file: Path, found: list[dict[str, Any]]) -> None:
     """Keep what each rank found. A node that cannot write to the user's cache tests itself at each start."""
-    own = file.with_suffix(f".{os.getpid()}")
+    own = None
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own.write_text(json.dumps(found))
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as opened:  # Only its owner can read it.
+            own = Path(opened.name)
+            json.dump({"found": found, "sha256": _digest(file, found)}, opened)
         own.replace(file)
     except OSError as error:
         log.warning("the certificate is not kept: %s", error)
-        with suppress(OSError):
-            own.unlink()
+        if own is not None:
+            with suppress(OSError):
+                own.unlink()
 
 
 def forget() -> None:
@@ -84,5 +91,12 @@ def forget() -> None:
     They are few, and which of them are to blame is not known. All nodes test themselves again at their next start.
     """
     for file in folder().glob("*.json"):
-        with suppress(OSError):
-            file.unlink()
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("delete %s, or the next start may use it: %s", file, error)
+
+
+def _digest(file: Path, found: list[dict[str, Any]]) -> str:
+    """Return SHA-256 over a result and the name of its file, as 64 hex digits."""
+    return hashlib.sha256(f"{file.name} {json.dumps(found, sort_keys=True)}".encode()).hexdigest()

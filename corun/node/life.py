@@ -167,6 +167,7 @@ class Life:
         if finding := engine.facts.finding:
             # Routers learn the finding and refuse the node. The process stays up, so that the reason can be read.
             log.error("not serving on %s: the self-test failed: %s", self.server.address, finding)
+            kept.forget()
         else:
             log.info("serving on %s", self.server.address)
 
@@ -231,20 +232,20 @@ class Life:
         """Give up all work at once, even in a drain, because the running work may be wrong."""
         if not self._quarantined:
             self._quarantined = reason
-            kept.forget()
             self._say(reason)
             self._give_up(reason)
             self._end(DataLossError(reason))
+            kept.forget()
 
     def _note_finding(self, finding: str) -> None:
         """Take the node out of service for good, because it computed bits that it should not have. The process stays
         up, so that the reason can be read; only a new process, which tests itself, may be used."""
         log.error("not serving any more: %s", finding)
         self._finding = finding
-        kept.forget()
         for role, agent in zip(self._roles, self.agents, strict=True):
             agent.describe(role.info(self.server.address))
         self._watches.append(asyncio.create_task(self._refuse_work(finding)))
+        kept.forget()
 
     async def _note_stuck(self, stuck: str) -> None:
         if not self._quarantined and not self._finding:

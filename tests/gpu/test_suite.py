@@ -80,8 +80,15 @@ def test_what_was_not_asked_for_is_switched_off(freedoms: Any, prefill: set[str]
     topology = Topology(model="tiny", freedoms=freedoms, prefill_gpus=(0,), decode_gpus=(0,), colocated_gpus=(1,))
     mixed = {"mixed"} - {freedoms} if freedoms != "all" else set()
     for node, off in zip(topology.nodes, (prefill, decode, prefill | decode | mixed), strict=True):
-        flags = {flag for flag in topology.flags(node) if flag.startswith("--no-")}
+        flags = {flag for flag in topology.flags(node) if flag.startswith("--no-")} - {"--no-keep-certificates"}
         assert flags == {f"--no-{nodes.FREEDOMS[name].replace('_', '-')}" for name in off}
+
+
+@pytest.mark.parametrize("keeps", [{}, {"keep_certificates": True}])
+def test_nodes_test_themselves_anew_unless_a_start_is_measured(keeps: dict[str, bool]) -> None:
+    topology = Topology(model="tiny", colocated_gpus=(0,), prefill_gpus=(1,), decode_gpus=(1,), **keeps)
+    configs = [parse(nodes.CONFIGS[node.module], topology.flags(node)) for node in topology.nodes]
+    assert [config.keep_certificates for config in configs] == [bool(keeps)] * 3
 
 
 @pytest.mark.parametrize("freedoms", ["all", "none", *nodes.FREEDOMS])

@@ -13,6 +13,7 @@ import pytest
 
 import corun
 from corun.config.fields import PrefillConfig
+from corun.models.files import cache
 from corun.node import kept
 from corun.node.life import Life
 from corun.node.vllm import start
@@ -46,6 +47,11 @@ class Llm:
 
 def files(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.exists() else []
+
+
+def kept_as(file: Path, found: Any) -> str:
+    """Return the text of a file as it is kept."""
+    return json.dumps({"found": found, "sha256": kept._digest(file, found)})
 
 
 def write(file: Path, text: str) -> None:
@@ -109,16 +115,42 @@ def test_the_code_digest_follows_each_file(tmp_path: Path) -> None:
         "[]",
         "{}",
         "[3]",
-        "[{}]",
-        json.dumps(FOUND * 2),
-        json.dumps([{"refused": {"packed": ""}, "evidence": EVIDENCE}]),
+        "[" * 100_000,
+        "\0",
+        json.dumps(FOUND),
+        json.dumps({"found": FOUND}),
+        json.dumps({"found": FOUND, "sha256": "0" * 64}),
+        kept_as(Path("another.json"), FOUND),
     ],
+    ids=range(12),
 )
-async def test_a_file_that_cannot_be_read_is_not_used(folder: Path, text: str) -> None:
+async def test_a_file_that_cannot_be_read_is_not_used(
+    folder: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     await tests_run()
     (file,) = files(folder)
     write(file, text)
     assert [await tests_run(), await tests_run()] == [1, 0]
+    assert caplog.text.count("is not used") == 1
+
+
+@pytest.mark.parametrize("place", range(0, 200, 20))
+async def test_a_damaged_file_is_not_used(folder: Path, place: int) -> None:
+    """A refusal that was lost would be a freedom that is held."""
+    await tests_run()
+    (file,) = files(folder)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    assert await tests_run() == 1
+    file.write_bytes(whole[:place])
+    assert [await tests_run(), await tests_run()] == [1, 0]
+
+
+async def test_what_is_kept_gives_the_certificate_of_the_test() -> None:
+    """Receipts carry its digest."""
+    tested, kept_one = [await start.certify_freedoms(Llm(), UNTESTED, DECIDED_BY) for _ in range(2)]
+    assert tested == kept_one
+    assert tested[0].digest == kept_one[0].digest
 
 
 async def test_a_cache_that_cannot_be_written_costs_a_test(folder: Path) -> None:
@@ -140,6 +172,31 @@ async def test_a_node_that_gave_wrong_bits_forgets(told: str, folder: Path, monk
     getattr(life, told)("an audit had other bits")
     assert not files(folder)
     assert await tests_run() == 1
+
+
+@pytest.mark.parametrize("told", ["_note_quarantine", "_note_finding"])
+async def test_a_node_that_cannot_forget_leaves_service_all_the_same(
+    told: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "a.json").mkdir(parents=True)  # No file, so it cannot be deleted as one.
+    refused: list[str] = []
+
+    async def refuse(self: Life, reason: str) -> None:
+        refused.append(reason)
+
+    monkeypatch.setattr(Life, "_refuse_work", refuse)
+    life = Life(PrefillConfig(model="m"), [], SimpleNamespace(health=None))  # type: ignore[arg-type]
+    getattr(life, told)("an audit had other bits")
+    await asyncio.sleep(0)
+    assert refused or life._ended.done()
+    assert "the next start may use it" in caplog.text
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that asks for it when it is quarantined must not fail then."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache() == Path("~/.cache/corun")
 
 
 def deciding(cuda: str = "13.0", keep: bool = True, kv_blocks: int = 9000) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.config.fields import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
+from corun.node import kept
 from corun.node import life as life_module
 from corun.node.certificate import Certificate
 from corun.node.life import Role, live, live_and_leave, node_info, node_ref, start_tracing
@@ -140,6 +141,8 @@ PROBES = {"/livez": 200, "/startedz": 200, "/readyz": 503}
 
 async def test_a_node_that_fails_its_self_test_says_so_and_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes do not restart it: a restarted node would fail again, and nobody could ask it why."""
+    forgotten: list[None] = []
+    monkeypatch.setattr(kept, "forget", lambda: forgotten.append(None))
     async with living(monkeypatch, finding="the KV of layer 3 moved", metrics_port=0) as life:
         assert life.router.registered[0].finding == "the KV of layer 3 moved"
         assert [await life.health(), await life.health("")] == ["NOT_SERVING", "NOT_SERVING"]
@@ -147,6 +150,7 @@ async def test_a_node_that_fails_its_self_test_says_so_and_does_not_serve(monkey
         life.stop.set()
         await life.end()
         assert life.stopped
+    assert forgotten
 
 
 async def test_a_node_drains_before_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:

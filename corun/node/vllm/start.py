@@ -406,7 +406,7 @@ async def certify_freedoms(
         if decided_by is not None:
             devices = await call_workers(llm, "device_id", timeout_s=OBSERVE_TIMEOUT_S)
             file = kept.path({**decided_by, "wanted": wanted, "devices": devices})
-            ranks = kept.load(file, len(devices), wanted) or []
+            ranks = kept.load(file) or []
         if not ranks:
             stages.enter(f"testing other ways to the same bits: {', '.join(wanted)}")
             ranks = await call_workers(llm, "certify_freedoms", wanted, timeout_s=CERTIFY_TIMEOUT_S)
