@@ -60,36 +60,34 @@ class ColocatedEngine:
         llm, seen, facts = await base.started(made)
         model = model_contract(llm, config, seen)
         buckets = tuple(made.kv_transfer_config.kv_connector_extra_config[BUCKETS])
-        of_prompts, of_rows = (
-            prefill_contract(model, seen, config.chunk_size, buckets),
-            decode_contract(model, seen, facts),
-        )
-        prompts_certificate, _ = await base.certify_freedoms(
+        prefill_part = prefill_contract(model, seen, config.chunk_size, buckets)
+        decode_part = decode_contract(model, seen, facts)
+        of_prompts, _ = await base.certify_freedoms(
             llm,
             untested(config, NodeRole.PREFILL, facts.finding),
-            base.deciding_facts(llm, config, of_prompts, seen, facts),
+            base.deciding_facts(llm, config, prefill_part, seen, facts),
         )
-        sizes, rows_certificate = await certify_rows(
+        sizes, of_rows = await certify_rows(
             llm,
             untested(config, NodeRole.DECODE, facts.finding)[Freedom.ROWS],
-            base.deciding_facts(llm, config, of_rows, seen, facts),
+            base.deciding_facts(llm, config, decode_part, seen, facts),
         )
 
         prompts = prompt_blocks(facts.kv_blocks, facts.block_size, facts.max_model_len)
         prefill = await VllmPrefillEngine.of(
             llm,
             replace(facts, kv_blocks=prompts, step_tokens=facts.step_tokens - config.slots),
-            of_prompts,
+            prefill_part,
             prefill_ref,
             endpoint,
             config,
-            prompts_certificate,
+            of_prompts,
         )
         decode = VllmDecodeEngine.of(
             llm,
             replace(facts, kv_blocks=facts.kv_blocks - prompts),
+            decode_part,
             of_rows,
-            rows_certificate,
             endpoint.engine_id,
             [*sizes, config.slots],
         )

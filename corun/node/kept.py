@@ -1,8 +1,8 @@
 """Keeps what a node found in the test of its freedoms, in the user's cache, for its next start.
 
-The test takes 17 to 23 s of a pair's start on a GPU, and what it finds follows from what decides it: the contract,
-the engine's settings, the GPUs, and the code of the test itself. All of that is in the name of the file, so that a node
-that differs in any of it tests itself again.
+The test takes 17 to 23 s of a pair's start on a GPU. What it finds is decided by the contract, the engine's settings,
+the GPUs, and the code of the test itself. All of that is in the name of the file, so that a node that differs in any of
+it tests itself again.
 
 Owns: the files, and what is in their names. Must not know: what is tested, and how.
 """

@@ -92,11 +92,12 @@ def measure(topology: Topology, logs: Path) -> dict[str, object]:
 
 
 def main(options: Start) -> None:
+    topology = replace(options.topology, keep_certificates=True)
     with tempfile.TemporaryDirectory(prefix="corun-start-") as caches:
         variables = {name: f"{caches}/{directory}" for name, directory in CACHES.items()}
         for number in range(options.starts):
             with environment(**variables):
-                measured = measure(replace(options.topology, keep_certificates=True), options.logs / str(number))
+                measured = measure(topology, options.logs / str(number))
             kept = sum(file.stat().st_size for file in Path(caches).rglob("*") if file.is_file())
             print(json.dumps({"start": "warm" if number else "cold", **measured, "caches_mib": kept >> 20}), flush=True)
 
