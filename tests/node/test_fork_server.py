@@ -66,6 +66,25 @@ def last() -> None:
     time.sleep(60)
 
 
+RESULTS = """
+import os, sys
+from pathlib import Path
+from corun.node.vllm import fork_server
+
+if __name__ == "__main__":
+    fork_server.begin(Path(sys.argv[1]), ("colorsys",))
+    here = 7
+    print(fork_server.result_of(lambda: ("colorsys" in sys.modules, here, os.getppid() != os.getpid())))
+    hangs = lambda: __import__("time").sleep(60)
+    for function, timeout_s in ((lambda: 1 // 0, 60), (lambda: os._exit(3), 60), (hangs, 0.5)):
+        try:
+            fork_server.result_of(function, timeout_s)
+        except RuntimeError as error:
+            print(str(error).splitlines()[-1])
+    print(fork_server.multiprocessing.active_children())
+"""
+
+
 @pytest.fixture
 def folder() -> Iterator[str]:
     """A folder whose path is short enough for a socket."""
@@ -101,3 +120,18 @@ def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path, f
         assert not living(both)
     assert os.listdir(tmp_path) == [script.name]
     assert [name.partition("-")[0] for name in os.listdir(folder)] == ["listener"]
+
+
+def test_a_function_is_called_in_a_process_of_its_own(tmp_path: Path, folder: str) -> None:
+    """One without a name, as vLLM's are. It may fail, end its process, or not end."""
+    script = tmp_path / "results.py"
+    script.write_text(RESULTS)
+    command = [sys.executable, script, folder]
+    found = subprocess.run(command, env=variables(), capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        "(True, 7, True)",
+        "ZeroDivisionError: integer division or modulo by zero",
+        "a process of the fork server ended without an answer",
+        "a process of the fork server has not answered for 0.5 s",
+        "[]",
+    ], found.stderr

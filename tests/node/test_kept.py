@@ -199,15 +199,16 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache() == Path("~/.cache/corun")
 
 
-def deciding(cuda: str = "13.0", keep: bool = True, kv_blocks: int = 9000) -> dict[str, Any] | None:
-    """Return what decides the outcome on a node with this CUDA, this setting and room for so much KV."""
+def deciding(cuda: str = "13.0", keep: bool = True, kv_blocks: int = 9000, **seen: Any) -> dict[str, Any] | None:
+    """Return what decides the outcome on a node with this CUDA, this setting and room for so much KV, whose workers
+    observe this."""
     llm = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="w")))
     contract: Any = SimpleNamespace(model=SimpleNamespace(cuda=cuda), canonical_json=lambda: "{}")
     known = start.EngineFacts(
         kv_blocks=kv_blocks, block_size=16, step_tokens=8, max_model_len=8, vocab_size=8, eos_token_ids=(1,), finding=""
     )
     config = PrefillConfig(model="m", keep_certificates=keep)
-    return start.deciding_facts(llm, config, contract, {"driver": "580"}, known)
+    return start.deciding_facts(llm, config, contract, {"driver": "580"} | seen, known)
 
 
 def test_certificates_are_kept_on_gpus() -> None:
@@ -220,3 +221,9 @@ def test_a_start_that_compiles_keeps_its_certificate_for_one_that_has_a_little_m
     """As on an H200: 18,715 blocks in a start that compiled, and 18,958 in the next."""
     assert deciding(kv_blocks=18_715) == deciding(kv_blocks=18_958)
     assert deciding(kv_blocks=18_715) != deciding(kv_blocks=5000)
+
+
+def test_a_start_that_compiles_keeps_its_certificate_for_one_that_does_not() -> None:
+    """As on an H200: torch set the variable in the workers of the first start. The contract leaves it out, too."""
+    assert deciding(variables={"TRITON_PTXAS_PATH": "/torch/bin/ptxas"}) == deciding(variables={})
+    assert deciding(driver="580") != deciding(driver="590")

@@ -124,9 +124,12 @@ def shared_arguments(
 ) -> dict[str, Any]:
     """Return the engine arguments of any roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
     from vllm.config import KVTransferConfig
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
+    from vllm.v1.engine import utils
 
     stages.enter("starting the engine")
+    fork_server.use_for(utils, registry)  # What follows looks at the model's class, and then starts the core.
     transfer = KVTransferConfig(
         kv_connector="CorunNixlConnector",
         kv_connector_module_path="corun.node.kv.connector",
@@ -286,10 +289,7 @@ async def started(arguments: Any) -> tuple[Any, dict[str, Any], EngineFacts]:
     Returns:
         its `AsyncLLM`, what its workers observe, and the facts with the finding of the self-test.
     """
-    from vllm.v1.engine import utils
-
-    with fork_server.used_by(utils):
-        llm = step_llm().from_engine_args(arguments)
+    llm = step_llm().from_engine_args(arguments)
     seen = await observe(llm)
     return llm, seen, facts(llm, finding=await certify(llm))
 
@@ -382,14 +382,16 @@ def deciding_facts(
     """Return what decides the outcome of a test of freedoms, but for the freedoms and the GPUs; None if it is not to be
     kept. On a CPU, where hardly any freedom holds, tests are short and nothing is kept.
 
-    Of the room for KV only the order of magnitude counts: a start that compiles leaves some hundred blocks less to KV
-    than the next one.
+    A start that compiles must find what the next one does. It leaves some hundred blocks less to KV, so only the order
+    of magnitude counts. And torch sets variables in its workers (`pin.SET_LATE`), so variables count by the contract,
+    which has all that may change a bit.
     """
     if not (config.keep_certificates and contract.model.cuda):
         return None
     worker = llm.vllm_config.parallel_config.worker_cls
     engine = asdict(known) | {"kv_blocks": known.kv_blocks.bit_length()}
-    return {"worker": worker, "contract": contract.canonical_json(), "seen": dict(seen), "engine": engine}
+    observed = {name: value for name, value in seen.items() if name != "variables"}
+    return {"worker": worker, "contract": contract.canonical_json(), "seen": observed, "engine": engine}
 
 
 async def certify_freedoms(
