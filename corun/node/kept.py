@@ -48,6 +48,12 @@ def path(decided_by: Mapping[str, Any]) -> Path:
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
+def parts(decided_by: Mapping[str, Any]) -> str:
+    """Return a short digest of each thing that decides a result. Two starts' lines show which of them differs."""
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in decided_by.items()} | {"code": code_digest()}
+    return ", ".join(f"{name} {hashlib.sha256(text.encode()).hexdigest()[:8]}" for name, text in texts.items())
+
+
 def load(file: Path) -> list[dict[str, Any]] | None:
     """Return what each rank found; None if nothing was kept, or if the file does not have the digest of its content.
 

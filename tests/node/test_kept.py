@@ -227,3 +227,9 @@ def test_a_start_that_compiles_keeps_its_certificate_for_one_that_does_not() -> 
     """As on an H200: torch set the variable in the workers of the first start. The contract leaves it out, too."""
     assert deciding(variables={"TRITON_PTXAS_PATH": "/torch/bin/ptxas"}) == deciding(variables={})
     assert deciding(driver="580") != deciding(driver="590")
+
+
+def test_two_starts_lines_show_what_differs() -> None:
+    one, other = (kept.parts(DECIDED_BY | {"seen": {"driver": driver}}).split(", ") for driver in ("580", "590"))
+    assert [line.split()[0] for line in set(one) ^ set(other)] == ["seen", "seen"]
+    assert "code" in one[-1]

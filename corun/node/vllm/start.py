@@ -407,9 +407,12 @@ async def certify_freedoms(
         file = None
         if decided_by is not None:
             devices = await call_workers(llm, "device_id", timeout_s=OBSERVE_TIMEOUT_S)
-            file = kept.path({**decided_by, "wanted": wanted, "devices": devices})
+            decided_by = {**decided_by, "wanted": wanted, "devices": devices}
+            file = kept.path(decided_by)
             ranks = kept.load(file) or []
         if not ranks:
+            if decided_by is not None:
+                log.info("no certificate is kept for %s", kept.parts(decided_by))
             stages.enter(f"testing other ways to the same bits: {', '.join(wanted)}")
             ranks = await call_workers(llm, "certify_freedoms", wanted, timeout_s=CERTIFY_TIMEOUT_S)
             if file is not None:
