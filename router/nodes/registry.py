@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from corun.config.fields import RouterConfig
 from corun.errors import (
@@ -41,7 +41,7 @@ from router.nodes.admission import Admission
 from router.nodes.contract_gate import ClusterContract, check_info
 from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode, PrefillPlacement
 from router.nodes.node_client import DecodeClient, PrefillClient
-from router.nodes.preparation import M, Preparation, by_id, spawn
+from router.nodes.preparation import Preparation, by_id, spawn
 from router.placement import DecodeRoom, Need, PrefillRoom, choose_idle_pair, choose_pair, choose_prefill
 from router.prompts import Model
 
@@ -73,7 +73,8 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[PrefillPlacement | None], None]] = []
         self._admission = Admission(self.contract, self.clock)
-        self._preparation = Preparation(self._decodes, self._prefills, self.lose, self.changed)
+        self._found: _Usable | None = None  # None after a change of a node, until somebody asks.
+        self._preparation = Preparation(self._decodes, self._prefills, self.lose, self._nodes_changed)
         self._waiting: set[asyncio.Future[None]] = set()  # One for each waiter, which a change of the registry wakes.
 
     @property
@@ -135,7 +136,7 @@ class Registry:
         if stuck and stuck != node.detail:
             log.warning("node %s takes no work: %s", ref, stuck)
         node.report(load, draining=draining, stuck=stuck, now=self.clock.time())
-        self.changed()
+        self._nodes_changed()
 
     def lose(self, node: Node[Any], reason: str) -> None:
         """Give a node up, and the other side of a colocated node with it, because they are one process. Its calls end,
@@ -172,7 +173,7 @@ class Registry:
             self.lose(node, str(error))
         elif isinstance(error, (UnavailableError, DeadlineError, CancelledByPeerError)):
             node.put_out(Out.SUSPENDED, str(error))
-            self.changed()
+            self._nodes_changed()
 
     def place(self, need: Need) -> PrefillPlacement | None:
         """Claim a pair of nodes for a sample now, or a prefill node for a score. Return None if it has to wait."""
@@ -185,12 +186,12 @@ class Registry:
 
     def has_slot(self, need: Need) -> bool:
         """Return whether `place` would claim a pair now, with a slot that no other sample will take."""
-        pair = choose_pair(need, *self._candidates(), self._is_warm)
+        pair = choose_pair(need, *self._rooms(), self._is_warm)
         return pair is not None and self._decodes[pair[0]].room.free_slots > 0
 
     def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
-        return self._claim(choose_idle_pair(need, *self._candidates(), self._is_warm, spare_slots), need)
+        return self._claim(choose_idle_pair(need, *self._rooms(), self._is_warm, spare_slots), need)
 
     def scores_equal_generation(self, node: PrefillNode) -> bool:
         """Return whether certificates show that what this node scores has the bits of what is drawn: those of its own
@@ -203,13 +204,13 @@ class Registry:
     def most_tokens(self) -> int:
         """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no
         decode node is in use."""
-        return max((node.room.most_tokens for node in self._connected()), default=0)
+        return self._usable().most_tokens
 
     def awaited(self, num_tokens: int) -> str:
         """Return in words which decode nodes could hold a sample but cannot be used now, and why; empty if there are
         none. Lost and draining nodes are left out, because they may never come back."""
-        used = {node.node_id for node in self._connected()}
-        unused = (node for node in by_id(self._decodes) if node.node_id not in used)
+        used = set(self._usable().connected)
+        unused = (node for node in by_id(self._decodes) if node not in used)
         stay = [node for node in unused if node.out is None or node.out[0] < Out.DRAINING]
         return self._explain(node for node in stay if node.room.could_hold(num_tokens))
 
@@ -220,25 +221,32 @@ class Registry:
     def in_use(self) -> tuple[list[DecodeNode], list[PrefillNode]]:
         """Return the decode nodes that can be used now together with some prefill node, and the prefill nodes that take
         work, sorted by id."""
-        return self._connected(), _usable(self._prefills)
+        usable = self._usable()
+        return list(usable.connected), list(usable.prefills)
 
     def decode_nodes(self) -> tuple[NodeInfo, ...]:
         """Return the decode nodes that take work, sorted by id."""
-        return tuple(node.info for node in _usable(self._decodes))
+        return tuple(node.info for node in self._usable().decodes)
 
     def missing(self) -> str:
         """Return in words what is missing before any sample can start; empty if nothing is missing."""
+        usable = self._usable()
+        if usable.connected:
+            return ""
         gaps = []
-        found: tuple[tuple[NodeRole, Mapping[str, Node[Any]]], ...]
-        found = (NodeRole.PREFILL, self._prefills), (NodeRole.DECODE, self._decodes)
-        for role, nodes in found:
+        found: tuple[tuple[NodeRole, Mapping[str, Node[Any]], Sequence[Node[Any]]], ...]
+        found = (
+            (NodeRole.PREFILL, self._prefills, usable.prefills),
+            (NodeRole.DECODE, self._decodes, usable.decodes),
+        )
+        for role, nodes, in_use in found:
             if not nodes:
                 gaps.append(f"no {role.value} node has joined")
-            elif not _usable(nodes):
+            elif not in_use:
                 gaps.append(f"no {role.value} node is in use ({self._explain(nodes.values())})")
-        if gaps or self._connected():
+        if gaps:
             return "; ".join(gaps)
-        return f"no decode node is connected to a prefill node yet ({self._explain(_usable(self._decodes))})"
+        return f"no decode node is connected to a prefill node yet ({self._explain(usable.decodes)})"
 
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds. Return False if it does not by `deadline`, on the loop's clock. The condition
@@ -290,11 +298,17 @@ class Registry:
         for listener in self._listeners:
             listener()
 
+    def _nodes_changed(self) -> None:
+        """Look at the nodes again, because some may be used now or not any more, and tell all."""
+        self._found = None
+        self.changed()
+
     def _give_up(self, nodes: Collection[Node[Any]], why: Out, reason: str) -> None:
         """Use these nodes no more. All are marked first, so that samples lost here do not go to another of them."""
         in_use = [node for node in nodes if not node.is_gone]
         for node in nodes:
             node.put_out(why, reason)
+        self._found = None
         for node in in_use:
             self._drop(node, reason)
 
@@ -309,12 +323,16 @@ class Registry:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         asyncio.get_running_loop().call_later(admission.FORGET_AFTER_S, self._forget, node)
-        self.changed()
+        self._nodes_changed()
 
-    def _connected(self) -> list[DecodeNode]:
-        """Return the decode nodes that can be used now together with some prefill node."""
-        prefills = {node.node_id for node in _usable(self._prefills)}
-        return [node for node in _usable(self._decodes) if node.peers & prefills]
+    def _usable(self) -> _Usable:
+        if self._found is None:
+            self._found = _Usable.of(self._decodes, self._prefills)
+        return self._found
+
+    def _rooms(self) -> tuple[Mapping[str, DecodeRoom], Mapping[str, PrefillRoom]]:
+        usable = self._usable()
+        return usable.decode_rooms, usable.prefill_rooms
 
     def _is_warm(self, decode_id: str, prefill_id: str) -> bool:
         return prefill_id in self._decodes[decode_id].peers
@@ -324,15 +342,11 @@ class Registry:
         details = ((node, node.detail if self._tells_why else "") for node in nodes)
         return "; ".join(f"{node.node_id} is {state_in_words(node.state, detail)}" for node, detail in details)
 
-    def _candidates(self) -> tuple[dict[str, DecodeRoom], dict[str, PrefillRoom]]:
-        decodes = {node.node_id: node.room for node in _usable(self._decodes)}
-        return decodes, {node.node_id: node.room for node in _usable(self._prefills)}
-
     def _claim_pair(self, need: Need) -> Placement | None:
-        return self._claim(choose_pair(need, *self._candidates(), self._is_warm), need)
+        return self._claim(choose_pair(need, *self._rooms(), self._is_warm), need)
 
     def _claim_prefill(self, need: Need) -> PrefillPlacement | None:
-        name = choose_prefill(need, self._candidates()[1])
+        name = choose_prefill(need, self._usable().prefill_rooms)
         return None if name is None else PrefillPlacement(self._prefills[name], need, self.changed)
 
     def _claim(self, pair: tuple[str, str] | None, need: Need) -> Placement | None:
@@ -386,5 +400,29 @@ class Registry:
             del self._prefills[node.node_id]
 
 
-def _usable(nodes: Mapping[str, M]) -> list[M]:
-    return [node for node in by_id(nodes) if node.takes_work]
+class _Usable(NamedTuple):
+    """The nodes that take work, sorted by id. Placing one sample asks for them several times."""
+
+    decodes: list[DecodeNode]
+    prefills: list[PrefillNode]
+    connected: list[DecodeNode]
+    """The decode nodes that can be used now together with some prefill node."""
+    most_tokens: int
+    """The tokens of the largest sample that fits on one of these when it is empty; 0 without any."""
+    decode_rooms: dict[str, DecodeRoom]
+    prefill_rooms: dict[str, PrefillRoom]
+
+    @classmethod
+    def of(cls, decodes: Mapping[str, DecodeNode], prefills: Mapping[str, PrefillNode]) -> _Usable:
+        decoding = [node for node in by_id(decodes) if node.takes_work]
+        prefilling = [node for node in by_id(prefills) if node.takes_work]
+        prefill_rooms = {node.node_id: node.room for node in prefilling}
+        connected = [node for node in decoding if not node.peers.isdisjoint(prefill_rooms)]
+        return cls(
+            decodes=decoding,
+            prefills=prefilling,
+            connected=connected,
+            most_tokens=max((node.room.most_tokens for node in connected), default=0),
+            decode_rooms={node.node_id: node.room for node in decoding},
+            prefill_rooms=prefill_rooms,
+        )

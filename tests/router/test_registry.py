@@ -219,3 +219,35 @@ async def test_an_unknown_node_has_to_register(registry: Registry, model: str) -
     registry.register(replace(node, ref=replace(node.ref, generation="1")))
     with pytest.raises(StaleGenerationError):
         registry.register(node)
+
+
+async def test_nodes_are_looked_at_again_after_each_change(registry: Registry, model: str) -> None:
+    """What was found of them is kept until then."""
+    prefill, decode = info(model, "p1", P), info(model, "d1")
+    for each in (prefill, decode):
+        registry.register(each)
+    assert "no prefill node is in use" in registry.missing()
+    for node in registry._nodes():
+        node.is_open, node.peers = True, {"p1", "d1"}
+
+    def beat(ref: NodeRef, **state: Any) -> None:
+        registry.heartbeat(ref, NodeLoad(), **{"draining": False, **state})
+
+    def in_use() -> list[str]:
+        return [node.node_id for nodes in registry.in_use() for node in nodes]
+
+    beat(decode.ref)
+    assert (registry.missing(), registry.most_tokens(), in_use()) == ("", 160, ["d1", "p1"])
+    beat(decode.ref, stuck="it stands")
+    assert (registry.most_tokens(), in_use()) == (0, ["p1"])
+    assert registry.missing() == "no decode node is in use (d1 is joining: it stands)"
+    beat(decode.ref)
+    registry.note_fault(registry._prefills["p1"], UnavailableError("no answer"))
+    assert (registry.most_tokens(), in_use()) == (0, [])
+    assert registry.missing() == "no prefill node is in use (p1 is joining: no answer)"
+    beat(prefill.ref)
+    assert (registry.missing(), in_use()) == ("", ["d1", "p1"])
+    found: list[str] = []
+    registry.subscribe(lambda: found.append(registry.missing()))
+    registry.lose(registry._decodes["d1"], "it went")
+    assert found == ["no decode node is in use (d1 is lost: it went)"], "who hears of a loss sees it"
