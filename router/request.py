@@ -115,7 +115,8 @@ class RunningRequest:
     async def close(self) -> None:
         """Cancel the samples that still run, and wait for their end."""
         self.cancel()
-        await asyncio.wait(self._tasks)  # This is short: a cancelled sample does not wait for anything.
+        if running := [task for task in self._tasks if not task.done()]:
+            await asyncio.wait(running)  # This is short: a cancelled sample does not wait for anything.
         self.outbox.overflowed = None  # A cycle would keep all that the samples were, for a garbage collection to find.
 
 
