@@ -48,6 +48,24 @@ if __name__ == "__main__":
     time.sleep(60)
 """
 
+LOOKED = """
+import sys
+from pathlib import Path
+from corun.node.vllm import fork_server, start
+
+if __name__ == "__main__":
+    fork_server.begin(Path(sys.argv[1]), ("vllm.v1.engine.core",))
+    from vllm.model_executor.models import registry
+    start.look_at_class(sys.argv[2])
+    registry._run_in_subprocess = None
+    seen = registry.ModelRegistry.models["Qwen3ForCausalLM"].inspect_model_cls()
+    print(seen.architecture, seen.is_text_generation_model)
+    try:
+        registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+    except TypeError:
+        print("vLLM did not know another class")
+"""
+
 
 def variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -64,25 +82,6 @@ def last() -> None:
     end_with_parent()
     print(os.getpid(), os.getppid(), flush=True)
     time.sleep(60)
-
-
-RESULTS = """
-import os, sys
-from pathlib import Path
-from corun.node.vllm import fork_server
-
-if __name__ == "__main__":
-    fork_server.begin(Path(sys.argv[1]), ("colorsys",))
-    here = 7
-    print(fork_server.result_of(lambda: ("colorsys" in sys.modules, here, os.getppid() != os.getpid())))
-    hangs = lambda: __import__("time").sleep(60)
-    for function, timeout_s in ((lambda: 1 // 0, 60), (lambda: os._exit(3), 60), (hangs, 0.5)):
-        try:
-            fork_server.result_of(function, timeout_s)
-        except RuntimeError as error:
-            print(str(error).splitlines()[-1])
-    print(fork_server.multiprocessing.active_children())
-"""
 
 
 @pytest.fixture
@@ -122,16 +121,13 @@ def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path, f
     assert [name.partition("-")[0] for name in os.listdir(folder)] == ["listener"]
 
 
-def test_a_function_is_called_in_a_process_of_its_own(tmp_path: Path, folder: str) -> None:
-    """One without a name, as vLLM's are. It may fail, end its process, or not end."""
-    script = tmp_path / "results.py"
-    script.write_text(RESULTS)
-    command = [sys.executable, script, folder]
-    found = subprocess.run(command, env=variables(), capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == [
-        "(True, 7, True)",
-        "ZeroDivisionError: integer division or modulo by zero",
-        "a process of the fork server ended without an answer",
-        "a process of the fork server has not answered for 0.5 s",
-        "[]",
-    ], found.stderr
+@pytest.mark.slow  # It imports vLLM twice.
+def test_vllm_finds_what_a_forked_process_saw_of_a_models_class(tmp_path: Path, folder: str) -> None:
+    script = tmp_path / "looked.py"
+    script.write_text(LOOKED)
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    own = {**variables(), "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    command = [sys.executable, script, folder, tmp_path]
+    found = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
+    told = found.stdout.splitlines()[-2:]
+    assert told == ["Qwen3ForCausalLM True", "vLLM did not know another class"], found.stderr

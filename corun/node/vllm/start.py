@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import time
@@ -43,6 +44,7 @@ node's rows would have other bits than a decode node's. With longer chunks, or w
 in each slot, nodes of different kinds are compiled for different numbers, and refuse each other by their contracts."""
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 600.0
+LOOK_TIMEOUT_S = 120.0
 """The longest time, in seconds, that an engine may take to test itself. It takes 30 s on a GPU or on two idle cores. On
 cores that are busy with other work, it was seen to take more than 120 s."""
 ANSWER_POLL_S = 0.5
@@ -124,12 +126,11 @@ def shared_arguments(
 ) -> dict[str, Any]:
     """Return the engine arguments of any roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
     from vllm.config import KVTransferConfig
-    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
-    from vllm.v1.engine import utils
 
     stages.enter("starting the engine")
-    fork_server.use_for(utils, registry)  # What follows looks at the model's class, and then starts the core.
+    if fork_server.is_begun():
+        look_at_class(config.model)
     transfer = KVTransferConfig(
         kv_connector="CorunNixlConnector",
         kv_connector_module_path="corun.node.kv.connector",
@@ -167,6 +168,31 @@ def shared_arguments(
     if current_platform.is_cpu():
         return {**arguments, "enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_gib * 1024**3}
     return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
+
+
+def look_at_class(model: str) -> None:
+    """Let a process of the fork server look at the class of a model, and write what it sees to vLLM's cache.
+
+    A start with an empty cache would else import vLLM once more to look, in a process of its own
+    (models/registry.py: `inspect_model_cls`), which takes 11 s on a GPU host. It still does if this fails.
+    """
+    looking = fork_server.Context().Process(target=_look_at_class, args=(model,))
+    looking.start()
+    looking.join(LOOK_TIMEOUT_S)
+    if looking.exitcode != 0:
+        log.warning("vLLM looks at the model's class itself: exit code %s of the process that did", looking.exitcode)
+        looking.kill()
+        looking.join()
+
+
+def _look_at_class(model: str) -> None:
+    from vllm.model_executor.models import registry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    registry._run_in_subprocess = lambda function: function()  # This is a process of its own already.
+    for architecture in json.loads((Path(model) / "config.json").read_text())["architectures"]:
+        registry.ModelRegistry.models[architecture].inspect_model_cls()
 
 
 def on_gpu() -> bool:
@@ -289,7 +315,10 @@ async def started(arguments: Any) -> tuple[Any, dict[str, Any], EngineFacts]:
     Returns:
         its `AsyncLLM`, what its workers observe, and the facts with the finding of the self-test.
     """
-    llm = step_llm().from_engine_args(arguments)
+    from vllm.v1.engine import utils
+
+    with fork_server.used_by(utils):
+        llm = step_llm().from_engine_args(arguments)
     seen = await observe(llm)
     return llm, seen, facts(llm, finding=await certify(llm))
 
