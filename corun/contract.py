@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from corun import strict_json
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole, from_plain
 
@@ -151,7 +152,7 @@ class Contract:
     def from_json(cls, text: str) -> Contract:
         """Read what `canonical_json` wrote. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
         try:
-            values = json.loads(text, object_pairs_hook=_unique)
+            values = json.loads(text, object_pairs_hook=strict_json.unique)
         except (ValueError, RecursionError) as error:
             raise InvalidArgumentError("contract", text, f"must be JSON: {error}") from None
         contract: Contract = from_plain("contract", cls, values)
@@ -199,13 +200,6 @@ def _check(name: str, kind: str, value: object) -> None:
 
 def _canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a key is given twice")
-    return values
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, str]:

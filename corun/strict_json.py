@@ -34,6 +34,15 @@ def loads(text: str, *, object_pairs_hook: Pairs | None = None) -> Any:
     return found
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of which no name is given twice: Python would keep only the last value. It is a hook of `loads`.
+    Raises ValueError."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is in an object twice")
+    return found
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 

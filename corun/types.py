@@ -301,6 +301,11 @@ class NodeStatus:
         """Whether the node is neither lost nor refused."""
         return self.state not in (NodeState.LOST, NodeState.REFUSED)
 
+    @property
+    def in_line(self) -> int:
+        """The number of samples that have room on a decode node and no slot yet."""
+        return max(0, self.load.leases - self.load.used_slots)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditStatus:
@@ -436,6 +441,20 @@ class ClusterStatus:
     """The seconds per token after a sample's first one, the mean over each sample, since the router started."""
     clients: tuple[ClientStatus, ...] = ()
     """The clients that have samples, by name, if they were asked for: the caller alone, unless it is an operator."""
+
+    @property
+    def missing_roles(self) -> tuple[NodeRole, ...]:
+        """The roles of which no node is ready. While there is one, no sample can start."""
+        ready = {each.node.role for each in self.nodes if each.state is NodeState.READY}
+        return tuple(role for role in NodeRole if role not in ready)
+
+    @property
+    def engines(self) -> tuple[tuple[NodeStatus, ...], ...]:
+        """The nodes in their order, but those of one engine together: the sides of a colocated node."""
+        found: dict[str, list[NodeStatus]] = {}
+        for each in self.nodes:
+            found.setdefault(each.node.engine_id or str(each.node.ref), []).append(each)
+        return tuple(map(tuple, found.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -297,12 +297,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_open(request.generation)
         lease = self._held(request.lease_id)
-        decode = self._bind(lease, request)
-        try:
-            await self._start(lease, decode, context)
-        except BaseException:
-            self._drop(lease)
-            raise
+        await self._start(lease, self._bind(lease, request), context)
         return pb.StartResponse()
 
     async def start_with_prompt(self, request: PrefillRequest, prefill_node: NodeRef, context: Context) -> None:
@@ -320,22 +315,26 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._check_lease(lease, prompt, params, prompt_digest(prompt))
         kv, key = OwnPrompt(request.request_id, prefill_node), lease.blocks.share_key
         decode = DecodeRequest(lease.request_id, kv, prompt, params, sample.seed, key)
-        try:
-            await self._start(lease, decode, context)
-        except CorunError as error:
-            self._running.pop(decode.request_id, None)
-            self._handoffs.pop(decode.request_id, OFF).end(error)
-            raise
-        except BaseException:
-            self._drop(lease)
-            raise
+        await self._start(lease, decode, context, may_start_again=True)
 
-    async def _start(self, lease: Lease, decode: DecodeRequest, context: Context) -> None:
-        self._running[decode.request_id] = lease
-        self._handoffs[decode.request_id] = caller_of(context).child("handoff", {"corun.decode_node": str(self.ref)})
-        await self._engine.start(decode)
-        if decode.request_id not in self._running:  # It ended in the meantime, maybe before the engine knew it.
-            await self._engine.abort(decode.request_id)
+    async def _start(
+        self, lease: Lease, decode: DecodeRequest, context: Context, *, may_start_again: bool = False
+    ) -> None:
+        """Start a lease's sample. If that fails, drop the lease. After a CorunError keep one that `may_start_again`."""
+        try:
+            self._running[decode.request_id] = lease
+            handoff = caller_of(context).child("handoff", {"corun.decode_node": str(self.ref)})
+            self._handoffs[decode.request_id] = handoff
+            await self._engine.start(decode)
+            if decode.request_id not in self._running:  # It ended in the meantime, maybe before the engine knew it.
+                await self._engine.abort(decode.request_id)
+        except BaseException as error:
+            if may_start_again and isinstance(error, CorunError):
+                self._running.pop(decode.request_id, None)
+                self._handoffs.pop(decode.request_id, OFF).end(error)
+            else:
+                self._drop(lease)
+            raise
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         lease = self._table.get(request.lease_id) if request.generation == self.ref.generation else None

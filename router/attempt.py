@@ -219,7 +219,7 @@ class Attempt:
     async def start(self, handle: KvHandle) -> None:
         """Hand the KV over to the decode node."""
         if self._is_started:
-            self.placement.decode.client.note_started(self._lease)
+            self.placement.decode.client.excuse(self._lease)
             return
         await self.placement.decode.client.start(
             self._lease,

@@ -21,6 +21,12 @@ async def refusal(call: Any) -> CorunError:
     return from_rpc_error(caught.value)
 
 
+async def settle() -> None:
+    """Let all tasks go on as far as they can without an answer from outside."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for it; raises TimeoutError after a minute."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -58,7 +58,7 @@ class Status:
         with self.cluster.client() as client:
             status = client.get_cluster()
         self._print(status)
-        return 0 if is_serving(status) else 4
+        return 4 if status.missing_roles else 0
 
     def _print(self, status: ClusterStatus) -> None:
         if self.json:
@@ -82,11 +82,6 @@ class Status:
                 watched.take(await client.get_cluster())
                 if not self.json:
                     print()  # Between two pictures.
-
-
-def is_serving(status: ClusterStatus) -> bool:
-    """Return whether a prefill node and a decode node are ready."""
-    return {node.node.role for node in status.nodes if node.state is NodeState.READY} == set(NodeRole)
 
 
 def picture(status: ClusterStatus, address: str) -> RenderableType:
@@ -113,7 +108,7 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
         ),
         audits,
         "",
-        _node_table(status.nodes),
+        _node_table(status),
         *((refusals,) if (refusals := _refusals(status.nodes)) else ()),
         *(part for squares in slots for part in ("", squares)),
     )
@@ -132,15 +127,10 @@ def slot_map(node: NodeStatus) -> RenderableType:
     """Return the slots of a decode node as squares, as many of them full as samples decode."""
     used, total = node.load.used_slots, node.node.slots
     title = Text.assemble(
-        (f"{node.node.ref.node_id} ", "bold"), f"{used} of {total} slots in use, {in_line(node)} in line"
+        (f"{node.node.ref.node_id} ", "bold"), f"{used} of {total} slots in use, {node.in_line} in line"
     )
     rows = (range(start, min(start + SLOTS_PER_LINE, total)) for start in range(0, total, SLOTS_PER_LINE))
     return Group(title, *(_Squares([slot < used for slot in row]) for row in rows))
-
-
-def in_line(node: NodeStatus) -> int:
-    """Return the number of samples that have room on a decode node and no slot yet."""
-    return max(0, node.load.leases - node.load.used_slots)
 
 
 def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
@@ -148,7 +138,7 @@ def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
     values = asdict(status, dict_factory=lambda items: {name: getattr(value, "value", value) for name, value in items})
     for node in values["nodes"]:
         node["node"]["contract"] = json.loads(node["node"].pop("contract_json") or "null")
-    return {"serving": is_serving(status), **values}
+    return {"serving": not status.missing_roles, **values}
 
 
 class _Squares:
@@ -184,20 +174,11 @@ def _refusals(nodes: tuple[NodeStatus, ...]) -> Text:
     return Text("\n" + "\n".join(lines) if lines else "", "dim")
 
 
-def _side_by_side(nodes: Iterable[NodeStatus]) -> Iterator[tuple[NodeStatus, bool]]:
-    """Yield the nodes in their order, but the sides of a colocated node together, and whether each is such a side."""
-    engines: dict[str, list[NodeStatus]] = {}
-    for status in nodes:
-        engines.setdefault(status.node.engine_id or str(status.node.ref), []).append(status)
-    for sides in engines.values():
-        yield from ((status, len(sides) > 1) for status in sides)
-
-
-def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
+def _node_table(cluster: ClusterStatus) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("node", "role", "state", "load", "done", "heard"):
         table.add_column(name, overflow="fold")  # Nothing is cut off, however narrow the terminal.
-    for status, is_colocated in _side_by_side(nodes):
+    for status, is_colocated in ((side, len(sides) > 1) for sides in cluster.engines for side in sides):
         node, load = status.node, status.load
         state = Text(state_in_words(status.state, status.detail))
         if status.detail != GONE_AS_PLANNED:
@@ -206,7 +187,7 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
         done = f"{load.tokens} tokens\n{load.cached_tokens} cached"
         if node.role is NodeRole.DECODE:
             busy, done = (
-                f"{load.used_slots}/{node.slots} slots, {in_line(status)} in line",
+                f"{load.used_slots}/{node.slots} slots, {status.in_line} in line",
                 f"{load.tokens} tokens\n{load.steps} steps",
             )
             if tokens := load.kv_reads.prompt_tokens:

@@ -22,7 +22,7 @@ from rich.text import Text
 from corun.cli.gauges import GAUGE_WIDTH, Curve, Gauge, bar_of, cut, label, share_of, short
 from corun.cli.options import RouterOptions
 from corun.cli.screen import Screen, can_show
-from corun.cli.status import STATE_STYLES, in_line, is_serving
+from corun.cli.status import STATE_STYLES
 from corun.cli.watching import Watched
 from corun.client.client import AsyncClient
 from corun.client.progress import in_figures
@@ -80,7 +80,7 @@ class Top:
             await asyncio.sleep(self.interval)
             view.watched.take(await client.get_cluster(clients=True, contracts=False))
         Console(highlight=False, markup=False).print(view.picture())
-        return 0 if is_serving(view.watched.status) else 4
+        return 4 if view.watched.status.missing_roles else 0
 
 
 class View:
@@ -130,7 +130,7 @@ _ORDERS: dict[SortName, Callable[[NodeStatus, Rates], Any]] = {
     "slots": lambda node, _: _none_last(share_of(node.load.used_slots, node.node.slots)),
     "tokens": lambda node, rates: _none_last(rates.of_node(node.node.ref, tokens)),
     "kv": lambda node, _: _none_last(share_of(node.load.used_kv_blocks, node.node.kv_blocks)),
-    "queue": lambda node, _: (-node.load.queued_prompt_tokens, -in_line(node)),
+    "queue": lambda node, _: (-node.load.queued_prompt_tokens, -node.in_line),
 }
 """What nodes are sorted by, for each name of an order. Equal ones stay in the router's order."""
 
@@ -147,7 +147,7 @@ def _summary(watched: Watched, address: str) -> Iterable[RenderableType]:
     ready = [node for node in status.nodes if node.state is NodeState.READY]
     decodes = [node for node in ready if node.node.role is NodeRole.DECODE]
     used, slots = sum(node.load.used_slots for node in decodes), sum(node.node.slots for node in decodes)
-    waiting = sum(map(in_line, decodes))
+    waiting = sum(node.in_line for node in decodes)
     words = Text.assemble(f" {used:,}/{slots:,}", (f"  {waiting:,} in line", "yellow" if waiting else "dim"))
     queued = f"  queue {status.queued_samples:,}/{status.max_queued_samples:,}"
     words.append(queued, "yellow" if status.queued_samples else "dim")
@@ -178,7 +178,7 @@ def _states(status: ClusterStatus) -> Text:
             name, style = (state, "dim") if isinstance(state, str) else (state.value, STATE_STYLES[state])
             parts.append(Text(f"{number:,} {name}", style))
     text.append_text(Text(", ").join(parts) if parts else Text("none", "red"))
-    if not is_serving(status):
+    if status.missing_roles:
         text.append("  no pair of nodes is ready", "red")
     return text
 
@@ -273,7 +273,7 @@ def _cells(node: NodeStatus, rates: Rates) -> Iterable[Text]:
     yield Text(info.role.value)
     yield Text("gone" if is_gone else node.state.value, "dim" if is_gone else STATE_STYLES[node.state])
     yield Text(f"{load.used_slots}/{info.slots}" if is_decode else "")
-    yield Text(str(waiting) if (waiting := in_line(node)) else "", "yellow")
+    yield Text(str(waiting) if (waiting := node.in_line) else "", "yellow")
     yield Text("" if (share := share_of(load.used_kv_blocks, info.kv_blocks)) is None else f"{share:.0%}")
     drawn, steps = rates.of_node(info.ref, tokens), rates.of_node(info.ref, lambda load: load.steps)
     yield Text("" if drawn is None else in_figures(drawn))

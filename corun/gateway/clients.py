@@ -19,7 +19,7 @@ from corun.client.client import AsyncClient
 from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.rpc.auth import check_token
-from corun.types import NodeRole, NodeState, TemplateSource
+from corun.types import TemplateSource
 
 T = TypeVar("T")
 
@@ -240,6 +240,5 @@ class Catalog:
             return None  # A router answers. To learn more, the gateway needs a token of its own.
         except UnavailableError as error:
             return error
-        ready = {each.node.role for each in status.nodes if each.state is NodeState.READY}
-        missing = [role.value for role in NodeRole if role not in ready]
+        missing = [role.value for role in status.missing_roles]
         return UnavailableError(f"no node is ready: {', '.join(missing)}", RETRY_S) if missing else None

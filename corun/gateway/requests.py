@@ -66,7 +66,7 @@ _FIXED_OF_COMPLETIONS: Fixed = {
     "suffix": (("",), "must be empty: there is no insertion"),
 }
 _STREAM_OPTIONS = ("stream_options.include_usage", "stream_options.continuous_usage_stats")
-_FIXED_STREAM_OPTIONS: Fixed = {
+FIXED_STREAM_OPTIONS: Fixed = {
     "stream_options.include_obfuscation": ((False,), "must be false: nothing hides the sizes of events"),
 }
 
@@ -213,20 +213,13 @@ def read_json(body: bytes) -> dict[str, Any]:
         # Decode as UTF-8 only. In other encodings, which Python would guess, the weight that `gateway.bodies` found
         # would be wrong.
         found = body.decode("utf-8-sig")
-        read = strict_json.loads(found, object_pairs_hook=_object)
+        read = strict_json.loads(found, object_pairs_hook=strict_json.unique)
         limit = "" if isinstance(read, dict) else "must be a JSON object"
     except ValueError as error:
         limit = f"must be JSON in UTF-8: {error}"
     if limit:
         raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), limit)
     return dict(read)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):  # Python would keep only the last value of a name.
-        raise ValueError("a name is in an object twice")
-    return found
 
 
 def check_known(fields: Mapping[str, Any], known: Sequence[str], fixed: Fixed) -> None:
@@ -330,7 +323,7 @@ def _stream_options(value: Any, stream: bool) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgumentError("stream_options", value, "must be an object")
     options = {f"stream_options.{name}": option for name, option in value.items()}
-    check_known(options, _STREAM_OPTIONS, _FIXED_STREAM_OPTIONS)
+    check_known(options, _STREAM_OPTIONS, FIXED_STREAM_OPTIONS)
     return options
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
 from corun.gateway.chats import ChatRequest, chat_request
-from corun.gateway.requests import Fixed, check_known, flag, read_json, text
+from corun.gateway.requests import FIXED_STREAM_OPTIONS, Fixed, check_known, flag, read_json, text
 from corun.params import check_text
 
 _SAME = (
@@ -39,9 +39,6 @@ _FIXED: Fixed = {
     "context_management": ((), "must be null: prompts are never cut"),
     "moderation": ((), "must be null: not supported"),
     "prompt_cache_options": ((), "must be null: the cluster shares prompts by itself"),
-}
-_STREAM_OPTIONS: Fixed = {
-    "stream_options.include_obfuscation": ((False,), "must be false: nothing hides the sizes of events"),
 }
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """The names of a chat's fields here."""
@@ -76,7 +73,7 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     check_known(fields, (*_SAME, *_OWN), _FIXED)
     instructions, found = text(fields, "instructions"), _text_format(fields.get("text"))
     tools, choice = _tools(fields.get("tools")), _tool_choice(fields.get("tool_choice"))
-    check_known(_options(fields), (), _STREAM_OPTIONS)
+    check_known(_options(fields), (), FIXED_STREAM_OPTIONS)
     asked: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
     asked |= {"max_completion_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
     asked["response_format"] = found.get("chat")

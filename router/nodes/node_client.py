@@ -405,10 +405,6 @@ class DecodeClient(NodeClient):
             raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
 
-    def note_started(self, lease: RemoteLease) -> None:
-        """Note that the lease's sample was started with its prompt."""
-        lease.heard_at = self._clock.time()
-
     async def start(
         self,
         lease: RemoteLease,
@@ -438,7 +434,7 @@ class DecodeClient(NodeClient):
         return self._clock.time() - lease.heard_at
 
     def excuse(self, lease: RemoteLease) -> None:
-        """Do not count the silence of a lease until now."""
+        """Do not count the silence of a lease until now, as when its sample was started with its prompt."""
         lease.heard_at = self._clock.time()
 
     def release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 
-from corun.errors import CorunError, from_rpc_error
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2 as pb
@@ -95,12 +93,6 @@ async def connected(servicer: Servicer, *, server: Any = None, **options: Any) -
 
 def stub_of(connection: Any) -> Any:
     return pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
-
-
-async def failure(call: Any) -> CorunError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 async def get(stub: Any) -> Any:

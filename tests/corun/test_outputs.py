@@ -13,6 +13,7 @@ from corun.client.outputs import Outputs, _until
 from corun.client.routers import Deadline
 from corun.errors import CancelledByPeerError, DeadlineError, InvalidArgumentError
 from corun.v1 import cluster_service_pb2 as pb
+from tests.answers import settle
 
 Code = grpc.StatusCode
 
@@ -99,11 +100,6 @@ def refuse(_: pb.GenerateResponse) -> str:
 
 async def read(texts: AsyncGenerator[str, None]) -> list[str]:
     return [text async for text in texts]
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_requests_that_begin_together_share_one_stream() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from corun.errors import OverloadedError
 from corun.rpc.pump import Pump, Source
+from tests.answers import settle
 
 WAIT_S = 30.0
 
@@ -70,11 +71,6 @@ class Call:
 
     def end(self) -> None:
         self.is_waiting = False
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def started(source: Lines) -> tuple[Call, asyncio.Task[None]]:

@@ -30,7 +30,8 @@ from corun.rpc.channel import channel
 from corun.rpc.interceptor import has_more_fields
 from corun.rpc.server import GrpcServer, join_address, run, server_options
 from corun.v1 import cluster_service_pb2 as pb
-from tests.corun.serving import DEADLINE_S, LIMIT, SERVICE, Servicer, connected, failure, get, serving, stub_of, texts
+from tests.answers import refusal
+from tests.corun.serving import DEADLINE_S, LIMIT, SERVICE, Servicer, connected, get, serving, stub_of, texts
 from tests.fuzz.http2 import DATA, END_STREAM, WINDOW_UPDATE, Connection, call, frame, headers, hello
 
 GENERATE, GET_CLUSTER = b"/corun.v1.ClusterService/Generate", b"/corun.v1.ClusterService/GetCluster"
@@ -61,7 +62,7 @@ def raw(connection: Any, method: str, data: bytes) -> Any:
 @pytest.mark.parametrize("call", [get, texts], ids=["unary", "stream"])
 async def test_typed_errors_arrive_whole(call: Callable[[Any], Any]) -> None:
     async with connected(Servicer(OverloadedError("the queue is full", 0.5))) as stub:
-        error = await failure(call(stub))
+        error = await refusal(call(stub))
         assert isinstance(error, OverloadedError)
         assert (error.message, error.retry_after_s) == ("the queue is full", 0.5)
 
@@ -70,7 +71,7 @@ async def test_typed_errors_arrive_whole(call: Callable[[Any], Any]) -> None:
 async def test_internals_stay_in_the_log(call: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
     async with connected(Servicer(RuntimeError("/secret/path"))) as stub:
         with caplog.at_level(logging.ERROR):
-            error = await failure(call(stub))
+            error = await refusal(call(stub))
     assert isinstance(error, InternalError)
     assert "secret" not in str(error)
     error_id = str(error).removeprefix("internal error, id ")
@@ -82,7 +83,7 @@ async def test_internals_stay_in_the_log(call: Callable[[Any], Any], caplog: pyt
 async def test_a_handler_may_abort_by_itself() -> None:
     async with connected(Servicer()) as stub:
         call = stub.Verify(pb.VerifyRequest(), timeout=DEADLINE_S)
-        error = await failure(call.read())
+        error = await refusal(call.read())
         assert (type(error), str(error)) == (NotFoundError, "by itself")
 
 
@@ -107,7 +108,7 @@ async def test_a_big_message_is_refused_by_name(method: str, size: int, caplog: 
 
 async def test_a_big_message_is_not_even_sent() -> None:
     async with connected(Servicer(), max_message_bytes=1000) as stub:
-        error = await failure(texts(stub, "x" * 2000))
+        error = await refusal(texts(stub, "x" * 2000))
     assert isinstance(error, InvalidArgumentError)
     assert "must be at most 1000 bytes" in str(error)
 
@@ -116,7 +117,7 @@ async def test_a_message_at_the_limit_is_taken_and_rubbish_is_not() -> None:
     overhead = pb.GenerateRequest(text="x" * (LIMIT - 100)).ByteSize() - (LIMIT - 100)
     async with serving() as server, channel(server.address) as connection:
         assert await texts(stub_of(connection), "x" * (LIMIT - overhead)) == ["one"]
-        error = await failure(raw(connection, "GetCluster", b"\xff"))
+        error = await refusal(raw(connection, "GetCluster", b"\xff"))
         assert str(error) == "message = 1 bytes: must be valid protobuf"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw(connection, "Nothing", b"")
@@ -217,7 +218,7 @@ async def test_health() -> None:
             return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)).status
 
         assert await check("") == STATUSES.NOT_SERVING
-        assert isinstance(await failure(check(SERVICE)), NotFoundError)
+        assert isinstance(await refusal(check(SERVICE)), NotFoundError)
         await server.set_serving("", True)
         await server.set_serving(SERVICE, True)
         assert await check("") == await check(SERVICE) == STATUSES.SERVING
@@ -235,7 +236,7 @@ async def test_health_is_watched_by_so_many_and_one_that_leaves_does_not_silence
         for watch in watches:
             assert (await watch.read()).status == STATUSES.NOT_SERVING
         late = stub.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
-        assert isinstance(await failure(late.read()), OverloadedError)
+        assert isinstance(await refusal(late.read()), OverloadedError)
         watches[0].cancel()
         await asyncio.sleep(0.1)
         await server.set_serving("", True)

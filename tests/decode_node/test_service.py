@@ -155,11 +155,7 @@ class Node:
         return list(self.service._table._leases)
 
     async def until_free(self) -> None:
-        async def poll() -> None:
-            while self.held():  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-
-        await asyncio.wait_for(poll(), DEADLINE_S)
+        await until(lambda: not self.held())
         assert (await self.service.load()).used_kv_blocks == 0
 
 

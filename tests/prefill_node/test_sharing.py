@@ -13,6 +13,7 @@ from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.sharing import KEEPER, Sharing, StartSample
+from tests.answers import settle
 from tests.handles import a_handle
 
 READER = NodeRef(node_id="d0", generation="d" * 16)
@@ -96,11 +97,6 @@ Asked = asyncio.Task[KvHandle]
 def ask(sharing: Sharing, name: str, **changes: object) -> Asked:
     asked = {"prompt_token_ids": PROMPT, "reader": READER, "scope": "client a", **changes}
     return asyncio.ensure_future(sharing.prefill(name, **asked))  # type: ignore[arg-type]
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def begun(engine: Engine, sharing: Sharing, names: str, *, counted: bool = False) -> dict[str, Asked]:

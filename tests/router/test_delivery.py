@@ -16,6 +16,7 @@ from corun.v1.cluster_service_pb2 import StreamOutputsResponse
 from router import delivery
 from router.delivery import OutputStream, OutputStreams, Responses
 from router.output import Outbox
+from tests.answers import settle
 from tests.corun.test_wire import RECEIPT
 
 PARAMS = SamplingParams(logprobs=True)
@@ -57,11 +58,6 @@ class Reader:
 
     def tokens(self) -> list[tuple[int, list[int]]]:
         return [(each.call_number, list(each.token_ids)) for each in self.read().responses]
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def opened(*sizes: int, room: int = 100) -> tuple[OutputStream, Reader, list[Call]]:
