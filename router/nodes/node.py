@@ -127,14 +127,14 @@ class Node(Generic[C]):
         """Take what a heartbeat says."""
         self.load = load
         self.heard_at = now
-        if draining:
-            self.out = Out.DRAINING, stuck or _LEAVING
-        else:
-            self.out = (Out.STUCK, stuck) if stuck else None
         # Before the new stream to a decode node opens, the load may include what an earlier session of this router held
         # there; the stream ends that.
         if self.is_open:
             self.room.report(load)
+        if draining:
+            self.out = Out.DRAINING, stuck or _LEAVING
+        else:
+            self.out = (Out.STUCK, stuck) if stuck else None
 
     def status(self, now: float) -> NodeStatus:
         return NodeStatus(

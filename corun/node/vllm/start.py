@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,9 +45,10 @@ node's rows would have other bits than a decode node's. With longer chunks, or w
 in each slot, nodes of different kinds are compiled for different numbers, and refuse each other by their contracts."""
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 600.0
-LOOK_TIMEOUT_S = 120.0
 """The longest time, in seconds, that an engine may take to test itself. It takes 30 s on a GPU or on two idle cores. On
 cores that are busy with other work, it was seen to take more than 120 s."""
+LOOK_TIMEOUT_S = 30
+"""The longest time in seconds that a look at a model's class may take. It takes 2 s at most."""
 ANSWER_POLL_S = 0.5
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
 KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
@@ -174,25 +176,30 @@ def look_at_class(model: str) -> None:
     """Let a process of the fork server look at the class of a model, and write what it sees to vLLM's cache.
 
     A start with an empty cache would else import vLLM once more to look, in a process of its own
-    (models/registry.py: `inspect_model_cls`), which takes 11 s on a GPU host. It still does if this fails.
+    (models/registry.py: `inspect_model_cls`), which takes about 11 s on a GPU host. It still does if this fails.
     """
     looking = fork_server.Context().Process(target=_look_at_class, args=(model,))
-    looking.start()
-    looking.join(LOOK_TIMEOUT_S)
-    if looking.exitcode != 0:
-        log.warning("vLLM looks at the model's class itself: exit code %s of the process that did", looking.exitcode)
-        looking.kill()
-        looking.join()
+    try:
+        looking.start()
+        looking.join(2 * LOOK_TIMEOUT_S)
+        failed = f"exit code {looking.exitcode}" if looking.exitcode != 0 else ""
+    except (OSError, EOFError) as error:  # The fork server is gone.
+        failed = repr(error)
+    if failed:
+        log.warning("vLLM has to look at the model's class itself: %s", failed)
 
 
 def _look_at_class(model: str) -> None:
     from vllm.model_executor.models import registry
     from vllm.plugins import load_general_plugins
 
+    signal.alarm(LOOK_TIMEOUT_S)  # It ends this process, also when its parent is gone.
     load_general_plugins()
     registry._run_in_subprocess = lambda function: function()  # This is a process of its own already.
-    for architecture in json.loads((Path(model) / "config.json").read_text())["architectures"]:
-        registry.ModelRegistry.models[architecture].inspect_model_cls()
+    config = Path(model) / "config.json"
+    names = json.loads(config.read_text()).get("architectures") if config.is_file() else ()
+    for known in filter(None, map(registry.ModelRegistry.models.get, names or ())):
+        known.inspect_model_cls()
 
 
 def on_gpu() -> bool:
@@ -412,8 +419,8 @@ def deciding_facts(
     kept. On a CPU, where hardly any freedom holds, tests are short and nothing is kept.
 
     A start that compiles must find what the next one does. It leaves some hundred blocks less to KV, so only the order
-    of magnitude counts. And torch sets variables in its workers (`pin.SET_LATE`), so variables count by the contract,
-    which has all that may change a bit.
+    of magnitude counts. And torch sets variables in its workers (`pin.SET_LATE`). So variables count by the contract,
+    which has all that may change a bit, but for those: by it, the two starts give the same bits.
     """
     if not (config.keep_certificates and contract.model.cuda):
         return None
