@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from corun.node.vllm import fork_server, start
 from corun.node.watchdog import end_with_parent
 from corun.processes import living, started
 
@@ -56,7 +58,8 @@ from corun.node.vllm import fork_server, start
 if __name__ == "__main__":
     fork_server.begin(Path(sys.argv[1]), ("vllm.v1.engine.core",))
     from vllm.model_executor.models import registry
-    start.look_at_class(sys.argv[2])
+    for model in sys.argv[2:]:
+        start.look_at_class(model)
     registry._run_in_subprocess = None
     seen = registry.ModelRegistry.models["Qwen3ForCausalLM"].inspect_model_cls()
     print(seen.architecture, seen.is_text_generation_model)
@@ -125,9 +128,48 @@ def test_a_killed_parent_leaves_neither_it_nor_the_fork_server(tmp_path: Path, f
 def test_vllm_finds_what_a_forked_process_saw_of_a_models_class(tmp_path: Path, folder: str) -> None:
     script = tmp_path / "looked.py"
     script.write_text(LOOKED)
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodysModel", "Qwen3ForCausalLM"]}')
     own = {**variables(), "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    command = [sys.executable, script, folder, tmp_path]
+    command = [sys.executable, script, folder, tmp_path, tmp_path / "no-model"]
     found = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     told = found.stdout.splitlines()[-2:]
     assert told == ["Qwen3ForCausalLM True", "vLLM did not know another class"], found.stderr
+    assert "has to look at the model's class itself" not in found.stderr
+
+
+class Looking:
+    """A process that ends with a code, or cannot be started."""
+
+    def __init__(self, exitcode: int | None, error: Exception | None) -> None:
+        self.exitcode, self.error = exitcode, error
+
+    def start(self) -> None:
+        if self.error:
+            raise self.error
+
+    def join(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "error", "told"),
+    [
+        (0, None, ""),
+        (1, None, "exit code 1"),
+        (-14, None, "exit code -14"),  # Its alarm ended it.
+        (None, None, "exit code None"),
+        (None, EOFError(), "EOFError()"),
+        (None, ConnectionRefusedError(111, "gone"), "ConnectionRefusedError(111, 'gone')"),
+    ],
+)
+def test_a_start_goes_on_without_a_look_at_the_models_class(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    exitcode: int | None,
+    error: Exception | None,
+    told: str,
+) -> None:
+    context = SimpleNamespace(Process=lambda target, args: Looking(exitcode, error))
+    monkeypatch.setattr(fork_server, "Context", lambda: context)
+    start.look_at_class("m")
+    assert [record.getMessage().rpartition("itself: ")[2] for record in caplog.records] == [told] * bool(told)
