@@ -99,7 +99,8 @@ def measured(result: Json, system: str, prompt_tokens: float) -> Measured:
     steps = _steps([piece for run in runs for piece in _bins(run, nodes)])
     prefill, length = _prefill(runs, nodes, steps, prompt_tokens)
     lacks = "" if steps else f"{entry['system']} has no closed-loop run of which {LEAST_STEPS} steps only decode"
-    kv_blocks = [whole(node, "kv_blocks") for node in mapping(entry.get("settings", {}), "nodes").values()]
+    all_nodes = mapping(entry.get("settings", {}), "nodes").values()
+    kv_blocks = [whole(node, "kv_blocks") for node in all_nodes if node.get("slots") != 0]  # The others only prefill.
     return Measured(
         system=entry["system"],
         prefill_tokens_per_s=prefill,

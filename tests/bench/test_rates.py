@@ -57,6 +57,14 @@ def test_two_decode_nodes_have_half_of_the_rows_each() -> None:
     assert found.slots == 4
 
 
+def test_the_room_of_nodes_that_only_prefill_does_not_count() -> None:
+    """As of a colocated node on an H200, whose prompts have an eighth of the room."""
+    found = result()
+    sides = {"c0-prefill": {"kv_blocks": 5670, "slots": 0}, "c0-decode": {"kv_blocks": 39_694, "slots": 256}}
+    found["systems"][0]["settings"] = {"colocated": [[0]], "nodes": sides}
+    assert rates.measured(found, "", 100).kv_tokens == 39_694 * 16
+
+
 def test_a_system_must_be_chosen() -> None:
     two = result()
     two["systems"].append({"system": "std", "slots": 4, "settings": {"engines": [[0]]}})
