@@ -43,14 +43,14 @@ def code_digest(root: Path | None = None) -> str:
 
 
 def path(decided_by: Mapping[str, Any]) -> Path:
-    """Return the file of a result. decided_by: all that decides it beside the code, as JSON values."""
-    text = json.dumps({**decided_by, "code": code_digest()}, sort_keys=True)
+    """Return the file of a result. decided_by: all that decides it, the code included, as JSON values."""
+    text = json.dumps(decided_by, sort_keys=True)
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
 def parts(decided_by: Mapping[str, Any]) -> str:
     """Return a short digest of each thing that decides a result. Two starts' lines show which of them differs."""
-    texts = {name: json.dumps(value, sort_keys=True) for name, value in decided_by.items()} | {"code": code_digest()}
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in decided_by.items()}
     return ", ".join(f"{name} {hashlib.sha256(text.encode()).hexdigest()[:8]}" for name, text in texts.items())
 
 

@@ -230,6 +230,7 @@ def test_a_start_that_compiles_keeps_its_certificate_for_one_that_does_not() -> 
 
 
 def test_two_starts_lines_show_what_differs() -> None:
-    one, other = (kept.parts(DECIDED_BY | {"seen": {"driver": driver}}).split(", ") for driver in ("580", "590"))
+    starts = [DECIDED_BY | {"seen": {"driver": driver}, "code": kept.code_digest()} for driver in ("580", "590")]
+    one, other = (kept.parts(each).split(", ") for each in starts)
     assert [line.split()[0] for line in set(one) ^ set(other)] == ["seen", "seen"]
     assert "code" in one[-1]

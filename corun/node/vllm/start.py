@@ -415,8 +415,8 @@ async def certify(llm: Any) -> str:
 def deciding_facts(
     llm: Any, config: NodeConfig, contract: Contract, seen: Mapping[str, Any], known: EngineFacts
 ) -> dict[str, Any] | None:
-    """Return what decides the outcome of a test of freedoms, but for the freedoms and the GPUs; None if it is not to be
-    kept. On a CPU, where hardly any freedom holds, tests are short and nothing is kept.
+    """Return what decides the outcome of a test of freedoms, but for the freedoms, the GPUs and our code; None if it is
+    not to be kept. On a CPU, where hardly any freedom holds, tests are short and nothing is kept.
 
     A start that compiles must find what the next one does. It leaves some hundred blocks less to KV, so only the order
     of magnitude counts. And torch sets variables in its workers (`pin.SET_LATE`). So variables count by the contract,
@@ -443,7 +443,7 @@ async def certify_freedoms(
         file = None
         if decided_by is not None:
             devices = await call_workers(llm, "device_id", timeout_s=OBSERVE_TIMEOUT_S)
-            decided_by = {**decided_by, "wanted": wanted, "devices": devices}
+            decided_by = {**decided_by, "wanted": wanted, "devices": devices, "code": kept.code_digest()}
             file = kept.path(decided_by)
             ranks = kept.load(file) or []
         if not ranks:
