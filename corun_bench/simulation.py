@@ -29,6 +29,7 @@ from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
 from corun_bench.driver import Outcome, Request, Run, Workload
 from router.placement import (
+    ENDING,
     PREFILLS_IN_FLIGHT,
     STEPS_IN_FLIGHT,
     DecodeRoom,
@@ -137,6 +138,8 @@ class _Step(NamedTuple):
     computed: list[_Prompt]
     entered: list[_Sample]
     """The samples of which it draws the first token."""
+    ending: list[_Sample]
+    """The samples that have few tokens left when it ends (`router.placement.ENDING`)."""
     done: list[_Sample]
     """The samples of which it draws the last token."""
 
@@ -154,6 +157,8 @@ class Engine:
     rows: int = 0
     ends: list[tuple[int, int, _Sample]] = field(default_factory=list)
     """A heap of the rows: the decode step that draws a sample's last token, and the sample."""
+    continuing: list[tuple[int, int, _Sample]] = field(default_factory=list)
+    """A heap of the rows with many tokens left: the decode step after which it has few, and the sample."""
     decode_steps: int = 0
     is_awake: bool = False
     """Whether an event of this engine is ahead."""
@@ -172,6 +177,8 @@ class Engine:
             self.rows += 1
             request = sample.outcome.request
             heapq.heappush(self.ends, (self.decode_steps + request.max_tokens, request.index, sample))
+            before_end = max(1, request.max_tokens - ENDING)
+            heapq.heappush(self.continuing, (self.decode_steps + before_end, request.index, sample))
             entered.append(sample)
         if not self.rows and not self.prompts:
             return None
@@ -187,11 +194,16 @@ class Engine:
         prefill_s = (self.step_tokens - room) / self.rates.prefill_tokens_per_s
         duration_s = prefill_s + (self.rates.step_s(self.rows) if self.rows else 0.0)
         self.decode_steps += bool(self.rows)
-        done = []
-        while self.ends and self.ends[0][0] == self.decode_steps:
-            done.append(heapq.heappop(self.ends)[2])
+        ending, done = (self._due(heap) for heap in (self.continuing, self.ends))
         self.rows -= len(done)
-        return _Step(duration_s, computed, entered, done)
+        return _Step(duration_s, computed, entered, ending, done)
+
+    def _due(self, heap: list[tuple[int, int, _Sample]]) -> list[_Sample]:
+        """Take the samples from a heap whose decode step this is."""
+        due = []
+        while heap and heap[0][0] == self.decode_steps:
+            due.append(heapq.heappop(heap)[2])
+        return due
 
     @property
     def step_tokens(self) -> int:
@@ -360,6 +372,8 @@ class _Cluster:
         for prompt in ended.computed:
             for sample in prompt.samples:
                 self._hand_over(sample)
+        for sample in ended.ending:
+            self._decodes[sample.decode].note_ending()
         for sample in ended.done:
             self._finish(sample)
         if ended.computed or ended.done:
@@ -391,7 +405,7 @@ class _Cluster:
         if outcome.request.max_tokens > 1:
             outcome.arrivals.append((self._now, outcome.request.max_tokens - 1))
         outcome.done_s = self._now
-        self._decodes[sample.decode].give(sample.need)
+        self._decodes[sample.decode].give(sample.need, was_ending=True)
         if (following := next(self._unsent, None)) is not None:
             self._at(self._now, following)
 

@@ -236,6 +236,7 @@ class Placement(PrefillPlacement):
         self.holds_room = True
         self.cached_tokens = 0
         """The number of prompt tokens that the prefill node had in its prefix cache, once it has answered."""
+        self._is_ending = False
         self._raised = decode.room.take(need)
 
     @property
@@ -246,6 +247,11 @@ class Placement(PrefillPlacement):
     def is_one_engine(self) -> bool:
         """Whether one engine computes the prompt and runs the sample."""
         return is_one_engine(self.decode.room, self.prefill.room)
+
+    def note_ending(self) -> None:
+        """Note, once, that the sample ends soon (`router.placement.ENDING`)."""
+        self._is_ending = True
+        self.decode.room.note_ending()
 
     def refuse(self) -> None:
         """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no
@@ -259,7 +265,7 @@ class Placement(PrefillPlacement):
         """Give the place and its KV back, because they are free again."""
         if self.holds_room:
             self.holds_room = False
-            self.decode.room.give(self.need)
+            self.decode.room.give(self.need, was_ending=self._is_ending)
             self._changed()
 
     def close(self) -> None:

@@ -53,6 +53,10 @@ TakeToken = Callable[[int, float, Alternatives], bool]
 """A function that takes a token id, its log probability and its alternatives. It returns True if the sample ends with
 this token."""
 
+AfterRows = tuple[int, Callable[[], None]]
+"""A number of rows, and what to call when so many have come."""
+_NEVER: AfterRows = 0, lambda: None
+
 _sessions = itertools.count(1)
 """The numbers of this process's sessions. Each is higher than the one before."""
 
@@ -255,11 +259,12 @@ class RemoteLease:
     `take_token`."""
 
     __slots__ = (
-        *("_take_token", "ended", "first_row_at", "granted_at", "has_kv", "heard_at", "lease_id", "place", "reserving"),
-        "sample",
+        *("_countdown", "_on_zero", "_take_token", "ended", "first_row_at", "granted_at", "has_kv", "heard_at"),
+        *("lease_id", "place", "reserving", "sample"),
     )
 
-    def __init__(self, take_token: TakeToken, sample: Any = None) -> None:
+    def __init__(self, take_token: TakeToken, sample: Any = None, after_rows: AfterRows = _NEVER) -> None:
+        """Create a lease that is not reserved yet."""
         loop = asyncio.get_running_loop()
         self.lease_id: int | None = None
         self.reserving: asyncio.Task[Any] | None = None
@@ -280,6 +285,7 @@ class RemoteLease:
         self.place: int | None = None
         """Where people are shown the sample, if anybody has looked (`router.slots`)."""
         self._take_token = take_token
+        self._countdown, self._on_zero = after_rows
 
     def with_prompt(self, params: SamplingParams, seed: int) -> prefill_pb2.PromptSample:
         """Return the sample of a granted lease as it goes with its prompt."""
@@ -296,6 +302,9 @@ class RemoteLease:
         self.heard_at = now
         if self.first_row_at is None:
             self.first_row_at = loop_time()
+        self._countdown -= 1
+        if self._countdown == 0:
+            self._on_zero()
         try:
             if self._take_token(token_id, logprob, tops):
                 self.ended.set_result(FinishReason.STOP)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun_bench import metrics, workloads
+from corun_bench import metrics, simulation, workloads
 from corun_bench.driver import Request, Run, Workload
 from corun_bench.simulation import STEP_TOKENS, NodeCounts, Rates, Simulated, at_best, simulate, work_s
 
@@ -167,6 +167,25 @@ def test_colocated_nodes_read_no_kv_of_each_other_in_even_work(spec: str) -> Non
     work = replace(made(spec, 240), max_concurrency=120)
     assert run("2c", work, H200).handoffs == 0
     assert run("1p1d1c", work, H200).handoffs > 0, "control"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_samples_that_end_together_leave_even_work_behind(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
+    """One of two nodes is slower by 1 %, so its samples end a moment later. If they do not count as good as gone, the
+    other one gets all that come meanwhile."""
+    begin = simulation.Engine.begin_step
+
+    def slower(engine: simulation.Engine) -> simulation._Step | None:
+        step = begin(engine)
+        return step and step._replace(duration_s=step.duration_s * (1.01 if engine.name == "c1" else 1.0))
+
+    monkeypatch.setattr(simulation.Engine, "begin_step", slower)
+    if not counts:
+        monkeypatch.setattr(simulation, "ENDING", 0)
+    found = run("2c", replace(made("in=128,out=1024", 640), max_concurrency=512), H200)
+    first, second = (engine.output_tokens for engine in found.engines)
+    assert (first == second) == counts
+    assert (found.run.duration_s < 25.0) == counts, "24.2 or 26.7 s"
 
 
 def test_no_placement_is_faster_than_at_best() -> None:

@@ -21,6 +21,8 @@ from decode_node.service import DecodeService
 from router import attempt
 from router.nodes import node_client
 from router.nodes.node import DecodeNode, PrefillPlacement
+from router.output import SampleOutput
+from router.placement import ENDING
 from router.queue import QueueEntry
 from tests.clusters import FakeCluster, Output, cluster, generate, retries, send
 from tests.router.asking import LONG, PARAMS, PROMPT, check, right, started
@@ -61,6 +63,28 @@ class TestTheLine:
             for i, (output,) in enumerate(await asyncio.gather(*runs)):
                 assert right(output, (i, 1), LONG, i)
             assert decode.engine.most_running == 4
+
+    @pytest.mark.parametrize("max_tokens", [1, ENDING, ENDING + 8])
+    async def test_a_sample_that_ends_soon_counts_once_as_good_as_gone(
+        self, model: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From its first token on, if it has few in all; and not any more when it has left."""
+        async with cluster(model, slots=4, **PATIENT) as fake:
+            _, decode = fake.nodes
+            room, rows = member_of(fake, decode).room, list[tuple[int, int]]()
+            take = SampleOutput.take
+
+            def watched(output: SampleOutput, *row: Any) -> bool:
+                rows.append((output.position + 1, room.soon_free))
+                return take(output, *row)
+
+            monkeypatch.setattr(SampleOutput, "take", watched)
+            params = replace(PARAMS, max_tokens=max_tokens)
+            (found,) = await generate(fake, PROMPT, params, seed=1)
+            assert right(found, PROMPT, params, 1)
+            assert rows == [(n, 4 if n >= max(1, max_tokens - ENDING) else 3) for n in range(1, max_tokens + 1)]
+            await fake.until(lambda: room.free_slots == 4)
+            assert room.soon_free == 4
 
     @pytest.mark.parametrize("excused", [True, False])
     async def test_to_wait_in_line_is_no_silence(

@@ -271,6 +271,22 @@ def test_a_sample_needs_a_slot_and_its_whole_kv() -> None:
     assert decode.has_room(alone(144))
 
 
+def test_a_slot_counts_as_free_where_nodes_are_compared_if_its_sample_ends_soon() -> None:
+    nodes = {name: room(2) for name in "ab"}
+    for decode in nodes.values():
+        decode.take(alone(16))
+    nodes["b"].note_ending()
+    assert [(each.free_slots, each.soon_free) for each in nodes.values()] == [(1, 1), (1, 2)]
+    prefills = {"p": PrefillRoom(max_in_flight=9)}
+    assert choose_pair(alone(16), nodes, prefills, always) == ("b", "p")
+    nodes["b"].give(alone(16), was_ending=True)
+    nodes["b"].take(alone(16))
+    assert choose_pair(alone(16), nodes, prefills, always) == ("a", "p")
+    nodes["b"].note_ending()
+    nodes["b"].refuse(alone(16), nodes["b"].take(alone(16)))
+    assert nodes["b"].soon_free == 0, "it is closed"
+
+
 def test_a_refusal_closes_the_node_until_something_changes_and_was_never_ours() -> None:
     decode = room()
     decode.take(alone(16))
