@@ -42,7 +42,7 @@ from corun.params import check_lengths, check_scored_lengths
 from corun.receipt import prompt_digest
 from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole, TokenScores
 from prefill_node.recheck import Computation, Digests
-from prefill_node.sharing import KEEPER, StartSample
+from prefill_node.sharing import KEEPER, PromptRequest, StartSample
 
 MAX_SEQUENCES = 64
 """The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
@@ -192,36 +192,27 @@ class VllmPrefillEngine:
             self.certificate = self.certificate.without(freedom, finding)
         self.on_finding(finding)
 
-    async def prefill(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> tuple[KvHandle, float]:
+    async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`.
 
         Raises:
             InvalidArgumentError: no node can compute the prompt (field "prompt.token_ids"), it can never fit this
                 node's KV, or KV is still held here under the same id.
         """
-        block_size = self.facts.block_size
-        self._check(request_id, prompt_token_ids)
-        freedoms = frozenset() if isolated else self._allowed(scope)
+        request_id, token_ids = prompt.request_id, prompt.token_ids
+        self._check(request_id, token_ids)
+        freedoms = frozenset() if prompt.isolated else self._allowed(prompt.scope)
         given = {
             "do_remote_decode": True,
-            STAMPS_PARAM: self._stamps(request_id, prompt_token_ids),
+            STAMPS_PARAM: self._stamps(request_id, token_ids),
             CHECK_PARAM: is_checked(request_id, self._check_fraction),
             FREEDOMS_PARAM: sorted(freedoms),
-            IDLE_PARAM: reader == self._ref,  # Only `recompute` reads its own prompts.
+            IDLE_PARAM: prompt.reader == self._ref,  # Only `recompute` reads its own prompts.
         }
-        if start_sample is not None:
+        if prompt.start_sample is not None:
             given[READERS_PARAM] = [request_id, KEEPER]
-        request = _core_request(request_id, prompt_token_ids, given, salt(scope, freedoms))
-        params = (await self._run(request, start_sample)).kv_transfer_params
+        request = _core_request(request_id, token_ids, given, salt(prompt.scope, freedoms))
+        params = (await self._run(request, prompt.start_sample)).kv_transfer_params
         if params is None:
             raise InternalError(f"the engine kept no KV for prefill {request_id}")
         self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
@@ -237,13 +228,13 @@ class VllmPrefillEngine:
             port=params["remote_port"],
             tp_size=params["tp_size"],
             num_tokens=params["remote_num_tokens"],
-            prompt_digest=prompt_digest(prompt_token_ids),
-            reader=reader,
+            prompt_digest=prompt_digest(token_ids),
+            reader=prompt.reader,
             owners=owners,
-            cached_tokens=cached_blocks * block_size,
+            cached_tokens=cached_blocks * self.facts.block_size,
         )
         if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
-            await self._tell_checked(prompt_token_ids, handle, freedoms, params[STEPS_PARAM])
+            await self._tell_checked(token_ids, handle, freedoms, params[STEPS_PARAM])
         return bound(handle), params[BEGAN_PARAM]
 
     async def score(
@@ -327,7 +318,7 @@ class VllmPrefillEngine:
         """See `PrefillEngine.recompute`."""
         name = f"recheck-{secrets.token_hex(12)}"
         try:
-            handle, _ = await self.prefill(name, prompt_token_ids, self._ref, isolated=True)
+            handle, _ = await self.prefill(PromptRequest(name, prompt_token_ids, self._ref, isolated=True))
             del self._kept[name]  # No reader waits for it.
             self._fresh.discard(name)
             return await self._digests(handle, RELEASE_TIMEOUT_S)

@@ -22,7 +22,7 @@ from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.recheck import Recheck
-from prefill_node.sharing import PrefillEngine, Sharing
+from prefill_node.sharing import PrefillEngine, PromptRequest, Sharing
 
 T = TypeVar("T")
 SERVICE_NAME = "corun.v1.PrefillService"
@@ -100,11 +100,10 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         self._admit(request, "prompt_token_ids", request.prompt_token_ids)
-        if not request.reader.node_id or not request.reader.generation:
-            reader = codec.node_ref_from_proto(request.reader)
+        reader = codec.node_ref_from_proto(request.reader)
+        if not reader.node_id or not reader.generation:
             raise InvalidArgumentError("reader", str(reader), "must be a decode node")
-        name, prompt = request.request_id, list(request.prompt_token_ids)
-        reader, scope = codec.node_ref_from_proto(request.reader), request.share_scope
+        name = request.request_id
         started, samples = False, self._samples if request.HasField("sample") else None
 
         async def start_sample() -> None:
@@ -116,21 +115,17 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             except CorunError as error:  # The prompt may be for others, too. The router starts the sample afterwards.
                 log.info("the sample of prefill %s does not start with it: %s", name, error)
 
+        prompt = PromptRequest(
+            name,
+            list(request.prompt_token_ids),
+            reader,
+            scope="" if request.isolated else request.share_scope,
+            isolated=request.isolated,
+            start_sample=start_sample if samples else None,
+        )
+        work = self.sharing.prefill(prompt, more_follow=request.more_follow)
         try:
-            handle = await self._run(
-                name,
-                len(prompt),
-                context,
-                self.sharing.prefill(
-                    name,
-                    prompt,
-                    reader,
-                    scope,
-                    more_follow=request.more_follow,
-                    isolated=request.isolated,
-                    start_sample=start_sample if samples else None,
-                ),
-            )
+            handle = await self._run(name, len(prompt.token_ids), context, work)
         except (asyncio.CancelledError, GivenUpError):
             # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.
             self.sharing.release_soon(name)

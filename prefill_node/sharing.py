@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from corun.errors import CorunError
@@ -38,28 +38,33 @@ KEPT_PART = 0.25
 prompts count whole, although prompts that begin alike may hold the same blocks."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """A prompt to compute for one request, which reads its KV on one decode node."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    reader: NodeRef
+    scope: str = ""
+    """The prompts that share KV: those of one scope that are equal or begin alike. Empty: it shares none."""
+    isolated: bool = False
+    """Whether it is computed as the contract says, and in no other way that gives the same bits. Such a prompt has no
+    scope."""
+    start_sample: StartSample | None = None
+    """It is awaited right before the prompt is computed, unless another request has it computed. The sample may read
+    the KV before anybody has its handle, so `KEEPER` is a reader from the beginning on."""
+
+
 class PrefillEngine(Protocol):
     """The engine that computes and keeps KV."""
 
-    async def prefill(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> tuple[KvHandle, float]:
+    async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
         """Compute the prompt's KV and keep it until it is read, it is released or its lease ends.
 
-        With a scope, KV of earlier prompts of the same scope that begin alike may be taken, and this one's is left for
-        later ones. isolated: compute it as the contract says, and in no other way that gives the same bits.
-        start_sample: is awaited right before. The sample may read the KV before anybody has its handle, so `KEEPER` is
-        a reader from the beginning on. Cancelling the call stops the work and keeps nothing.
+        Cancelling the call stops the work and keeps nothing.
 
         Returns:
-            the handle, for `reader`, and when the computation began, on the loop's clock.
+            the handle, for the prompt's reader, and when the computation began, on the loop's clock.
         """
 
     on_checked: Callable[[Computation], None]
@@ -70,7 +75,7 @@ class PrefillEngine(Protocol):
     ) -> tuple[TokenScores, float]:
         """Compute the log probabilities of the last `num_scored` tokens, and keep no KV for a reader.
 
-        scope: as in `prefill`. A log probability is NaN if the logits are not finite. Cancelling the call stops the
+        scope: see `PromptRequest`. A log probability is NaN if the logits are not finite. Cancelling the call stops the
         work.
 
         Returns:
@@ -105,18 +110,10 @@ class PrefillEngine(Protocol):
 class _Computation:
     """One computation of a prompt's KV, for all requests that ask for it. It is cancelled if no request is left."""
 
-    def __init__(
-        self,
-        sharing: Sharing,
-        name: str,
-        prompt: Sequence[int],
-        reader: NodeRef,
-        scope: str,
-        start_sample: StartSample | None,
-    ) -> None:
-        self.name = name
+    def __init__(self, sharing: Sharing, prompt: PromptRequest) -> None:
+        self.name = prompt.request_id
         """The engine's id of this prefill, which is the id of the first request."""
-        self.num_tokens = len(prompt)
+        self.num_tokens = len(prompt.token_ids)
         self.is_kept = False
         """Whether the KV, once it exists, is kept for requests that will ask for it when they have slots."""
         self.waiting: set[str] = set()
@@ -127,7 +124,7 @@ class _Computation:
         self._sharing = sharing
         self._engine = sharing.engine
         self._letting_go: asyncio.TimerHandle | None = None
-        self.task = asyncio.ensure_future(self._compute(prompt, reader, scope, start_sample))
+        self.task = asyncio.ensure_future(self._compute(prompt))
         # Each waiting request raises the task's error, and without one it needs no warning.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -155,11 +152,9 @@ class _Computation:
             self.claims.discard(KEEPER)
             self._sharing.drop(self.name, {KEEPER})
 
-    async def _compute(
-        self, prompt: Sequence[int], reader: NodeRef, scope: str, start_sample: StartSample | None
-    ) -> KvHandle:
+    async def _compute(self, prompt: PromptRequest) -> KvHandle:
         try:
-            handle = await self._sharing.compute(self.name, prompt, reader, scope, start_sample=start_sample)
+            handle = await self._sharing.compute(prompt)
             await self._count()
         except BaseException as error:
             self.is_gone = True
@@ -168,7 +163,7 @@ class _Computation:
                 self._sharing.drop(self.name, {self.name, *self.claims})
             raise
         finally:
-            if start_sample is not None and KEEPER not in self.claims:
+            if prompt.start_sample is not None and KEEPER not in self.claims:
                 self._sharing.drop(self.name, {KEEPER})
         return handle
 
@@ -225,65 +220,41 @@ class Sharing:
         self._ending: list[_Computation] = []  # No request may join these, but some readers may not have read yet.
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def prefill(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        more_follow: bool = False,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> KvHandle:
+    async def prefill(self, prompt: PromptRequest, *, more_follow: bool = False) -> KvHandle:
         """Return the handle of a prompt's KV for one reader. Without a scope the KV is computed for this request alone.
 
         more_follow: whether more requests with this prompt and scope wait for slots.
-        isolated: see `PrefillEngine.prefill`; such a request shares no KV, whatever its scope.
-        start_sample: is awaited right before the prompt is computed, unless another request has it computed.
 
         A caller that cancels the call must also call `release`; then nothing is kept. Raises what the engine raises.
         """
-        if len(prompt_token_ids) > self._room_beside:
+        if len(prompt.token_ids) > self._room_beside:
             self.let_go()
-        if isolated or not scope:
+        if not prompt.scope:
             try:
-                return await self.compute(
-                    request_id, prompt_token_ids, reader, isolated=isolated, start_sample=start_sample
-                )
+                return await self.compute(prompt)
             finally:
-                if start_sample is not None:
-                    self.drop(request_id, {KEEPER})
-        key = scope, prompt_digest(prompt_token_ids)
+                if prompt.start_sample is not None:
+                    self.drop(prompt.request_id, {KEEPER})
+        request_id, key = prompt.request_id, (prompt.scope, prompt_digest(prompt.token_ids))
         while True:
             found = self._computations.get(key)
             if found is None or found.is_gone:
                 self._prune()
-                found = _Computation(self, request_id, prompt_token_ids, reader, scope, start_sample)
+                found = _Computation(self, prompt)
             self._computations.pop(key, None)
             self._computations[key] = found  # The dict is in the order of the last request for each computation.
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
             try:
                 if (handle := await found.wait(request_id)) is not None:
                     self.metrics.shared_prompts.inc(request_id != found.name)
-                    return bound(replace(handle, reader=reader, claim=request_id))
+                    return bound(replace(handle, reader=prompt.reader, claim=request_id))
             finally:
                 if found.is_gone and self._computations.get(key) is found:
                     self._ending.append(self._computations.pop(key))
 
-    async def compute(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> KvHandle:
+    async def compute(self, prompt: PromptRequest) -> KvHandle:
         """Have the engine compute a prompt. A prefill that several requests share is counted once."""
-        work = self.engine.prefill(request_id, prompt, reader, scope, isolated=isolated, start_sample=start_sample)
-        return await self._counted(request_id, len(prompt), work)
+        return await self._counted(prompt.request_id, len(prompt.token_ids), self.engine.prefill(prompt))
 
     async def score(self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = "") -> TokenScores:
         """Have the engine score tokens. Equal ones are computed each time: only the prefix cache is shared."""

@@ -36,7 +36,7 @@ from corun.types import (
     TokenScores,
 )
 from decode_node.service import DecodeRequest, OwnPrompt, StepRow
-from prefill_node.sharing import KEEPER, StartSample
+from prefill_node.sharing import KEEPER, PromptRequest
 
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 512
@@ -221,31 +221,21 @@ class FakePrefillEngine(FakeEngine):
         """The lock of the prompt that is being computed. While a test holds it, prompts gather uncomputed."""
         self._ref = ref
 
-    async def prefill(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> tuple[KvHandle, float]:
+    async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
-        if start_sample is not None:
-            await start_sample()
+        if prompt.start_sample is not None:
+            await prompt.start_sample()
         began = await self._computed()
-        prompt = tuple(prompt_token_ids)
-        self.prefilled.append(prompt)
-        if isolated:
-            self.isolated.append(prompt)
-        key = self.endpoint.engine_id, request_id
-        self.kv.held[key] = prompt
-        if start_sample is not None:
-            self.kv.readers[key] = {request_id, KEEPER}
+        token_ids, key = tuple(prompt.token_ids), (self.endpoint.engine_id, prompt.request_id)
+        self.prefilled.append(token_ids)
+        if prompt.isolated:
+            self.isolated.append(token_ids)
+        self.kv.held[key] = token_ids
+        if prompt.start_sample is not None:
+            self.kv.readers[key] = {prompt.request_id, KEEPER}
         asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
-        return self._handle(request_id, prompt, reader), began
+        return self._handle(prompt), began
 
     async def score(
         self, request_id: str, token_ids: Sequence[int], num_scored: int, scope: str = ""
@@ -280,19 +270,20 @@ class FakePrefillEngine(FakeEngine):
             self.certificate = self.certificate.without(freedom, finding)
         self.on_finding(finding)
 
-    def _handle(self, request_id: str, prompt: tuple[int, ...], reader: NodeRef) -> KvHandle:
+    def _handle(self, prompt: PromptRequest) -> KvHandle:
+        request_id, num_blocks = prompt.request_id, _blocks(prompt.token_ids)
         handle = KvHandle(
             prefill_node=self._ref,
             engine_id=self.endpoint.engine_id,
             request_id=request_id,
-            block_ids=(tuple(range(1, 1 + _blocks(prompt))),),
+            block_ids=(tuple(range(1, 1 + num_blocks)),),
             host=self.endpoint.host,
             port=self.endpoint.port,
             tp_size=self.endpoint.tp_size,
-            num_tokens=len(prompt),
-            prompt_digest=prompt_digest(prompt),
-            reader=reader,
-            owners=(KvOwner(request_id=request_id, num_blocks=_blocks(prompt)),),
+            num_tokens=len(prompt.token_ids),
+            prompt_digest=prompt_digest(prompt.token_ids),
+            reader=prompt.reader,
+            owners=(KvOwner(request_id=request_id, num_blocks=num_blocks),),
         )
         return bound(handle)
 

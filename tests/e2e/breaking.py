@@ -31,7 +31,7 @@ from corun.node.vllm import start as base
 from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
 from decode_node import engine as decode
 from prefill_node import engine as prefill
-from prefill_node.sharing import StartSample
+from prefill_node.sharing import PromptRequest, StartSample
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {
@@ -124,7 +124,7 @@ async def cache(llm: Any, chunk_size: int, scope: str) -> None:
     engine.freedoms |= {CACHED}
 
     async def digests(tokens: list[int], scope: str) -> tuple[int, list[int]]:
-        handle, _ = await engine.prefill(secrets.token_hex(8), tokens, ref, scope)
+        handle, _ = await engine.prefill(PromptRequest(secrets.token_hex(8), tokens, ref, scope))
         found = (await base.call_workers(llm, "digests", handle.block_ids[0], timeout_s=TIMEOUT_S))[0]
         await engine.release(handle.request_id, handle.request_id)
         return handle.cached_tokens, found

@@ -23,7 +23,7 @@ from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node import engine as engine_module
 from prefill_node.engine import VllmPrefillEngine, arguments, prefill_buckets
 from prefill_node.recheck import Computation
-from prefill_node.sharing import KEEPER
+from prefill_node.sharing import KEEPER, PromptRequest
 from tests.answers import until
 from tests.loading import load
 
@@ -122,7 +122,7 @@ def engine(llm: Llm) -> Engine:
 
 
 async def test_a_handle_names_the_kv_and_the_prompt_and_is_bound_to_its_reader(engine: Engine) -> None:
-    handle, began = await engine.prefill("r", [5] * 20, READER)
+    handle, began = await engine.prefill(PromptRequest("r", [5] * 20, READER))
     assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((100, 101),))
     assert (handle.num_tokens, handle.prompt_digest) == (20, prompt_digest([5] * 20))
     assert (handle.reader, handle.binding) == (READER, binding(handle))
@@ -160,7 +160,7 @@ async def test_a_score_may_be_as_long_as_the_model_or_the_kv(engine: Engine) -> 
 
 async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
     engine.cached = [7, 8]
-    handle, _ = await engine.prefill("r", [5] * 40, READER)
+    handle, _ = await engine.prefill(PromptRequest("r", [5] * 40, READER))
     assert handle.block_ids == ((7, 8, 100),)
     assert [(one.request_id, one.num_blocks) for one in handle.owners] == [("earlier", 2), ("r", 1)]
     assert (handle.cached_tokens, handle.binding) == (32, binding(handle))
@@ -177,7 +177,7 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
     ]
     for freedoms, scope in uses:
         engine.freedoms = freedoms
-        ended = asyncio.ensure_future(engine.prefill("r", [5] * 20, READER, scope))
+        ended = asyncio.ensure_future(engine.prefill(PromptRequest("r", [5] * 20, READER, scope)))
         await asyncio.sleep(0)
         assert engine.take([output("r"), output("another's")]) == [output("another's")]
         with pytest.raises(InternalError, match="the engine kept no KV for prefill r"):
@@ -208,7 +208,7 @@ async def test_a_sample_is_in_the_engine_before_its_prompt_which_is_kept_for_a_w
 
     llm.add_request_async = added  # type: ignore[method-assign]
     for name, start in (("r", start_sample), ("s", None)):
-        ended = asyncio.ensure_future(engine.prefill(name, [5] * 20, READER, start_sample=start))
+        ended = asyncio.ensure_future(engine.prefill(PromptRequest(name, [5] * 20, READER, start_sample=start)))
         await until(lambda name=name: name in engine._computing and len(llm.asked) > (name == "s"))
         ended.cancel()
         await asyncio.wait((ended,))
@@ -218,10 +218,10 @@ async def test_a_sample_is_in_the_engine_before_its_prompt_which_is_kept_for_a_w
 
 
 async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: Engine) -> None:
-    await engine.prefill("a", [1], READER)
+    await engine.prefill(PromptRequest("a", [1], READER))
     engine.freedoms = frozenset({Freedom.CHUNKS, Freedom.PACKED})
-    await engine.prefill("b", [1], READER)
-    await engine.prefill("c", [1], READER, isolated=True)
+    await engine.prefill(PromptRequest("b", [1], READER))
+    await engine.prefill(PromptRequest("c", [1], READER, isolated=True))
     assert [given[FREEDOMS_PARAM] for given in engine.given] == [[], ["chunks", "packed"], []]
 
 
@@ -242,7 +242,7 @@ async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
     engine.given, engine.cached, engine.freedoms = [], cached, frozenset(freedoms)
     found: list[Computation] = []
     engine.on_checked = found.append
-    await engine.prefill("r", [5] * 40, READER, "scope")
+    await engine.prefill(PromptRequest("r", [5] * 40, READER, "scope"))
     first = [*cached, 100, 101][:2]
     digests = [[1000 * rank + block for block in first] for rank in (1, 2)]
     assert [(one.prompt_token_ids, one.digests) for one in found] == [((5,) * 40, digests)] * is_told
@@ -275,7 +275,7 @@ async def test_a_worker_that_tells_no_digests_in_time_costs_the_prompt_nothing(e
     llm.silent = True
     found: list[Computation] = []
     engine.on_checked = found.append
-    handle, _ = await engine.prefill("r", [5] * 40, READER, "scope")
+    handle, _ = await engine.prefill(PromptRequest("r", [5] * 40, READER, "scope"))
     assert (handle.num_tokens, found) == (40, [])
 
 
@@ -291,9 +291,9 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
     """A prompt that never fits would wait at the head of the queue for ever. The room is all blocks, less the token
     that is thrown away."""
     with pytest.raises(InvalidArgumentError, match=rf"^{limit}"):
-        await engine.prefill("r", prompt, READER)
+        await engine.prefill(PromptRequest("r", prompt, READER))
     assert engine.given == []
-    await engine.prefill("fits", [1] * 63, READER)
+    await engine.prefill(PromptRequest("fits", [1] * 63, READER))
 
 
 @pytest.mark.parametrize("end", ["cancelled", "dead"])
@@ -301,7 +301,7 @@ async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
     engine = make(VllmPrefillEngine, llm)
     died: list[str] = []
     engine.on_death = lambda: died.append("r")
-    waiting = asyncio.ensure_future(engine.prefill("r", [1, 2], READER))
+    waiting = asyncio.ensure_future(engine.prefill(PromptRequest("r", [1, 2], READER)))
     await asyncio.sleep(0)
     if end == "dead":
         engine.note_dead()
@@ -316,12 +316,12 @@ async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
 
 
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:
-    await engine.prefill("r", [1], READER)
+    await engine.prefill(PromptRequest("r", [1], READER))
     with pytest.raises(InvalidArgumentError, match="request_id = 'r': must be unique to one attempt"):
-        await engine.prefill("r", [1], READER)
+        await engine.prefill(PromptRequest("r", [1], READER))
     await engine.held_kv_blocks()
     await engine.held_kv_blocks()  # The worker does not hold it any more.
-    await engine.prefill("r", [1], READER)
+    await engine.prefill(PromptRequest("r", [1], READER))
 
 
 async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: Llm) -> None:
@@ -329,8 +329,8 @@ async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: 
     alone."""
     assert await engine.held_kv_blocks() == 0
     assert llm.calls == []
-    await engine.prefill("a", [1] * 40, READER)
-    await engine.prefill("b", [1], READER)
+    await engine.prefill(PromptRequest("a", [1] * 40, READER))
+    await engine.prefill(PromptRequest("b", [1], READER))
     assert await engine.held_kv_blocks() == 4
     llm.held = [["a"], ["a", "b"]]
     assert await engine.held_kv_blocks() == 4
@@ -345,12 +345,12 @@ async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: 
 async def test_a_block_that_two_prompts_hold_counts_once(engine: Engine) -> None:
     engine.cached = [7, 8]
     for name in "ab":
-        await engine.prefill(name, [1] * 40, READER)
+        await engine.prefill(PromptRequest(name, [1] * 40, READER))
     assert engine.known_kv_blocks == 4
 
 
 async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: Llm) -> None:
-    await engine.prefill("a", [1] * 40, READER)
+    await engine.prefill(PromptRequest("a", [1] * 40, READER))
     llm.held = None
     assert await engine.held_kv_blocks() == 3
     llm.held = [[]]

@@ -25,7 +25,7 @@ from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
-from prefill_node.sharing import KEEPER, StartSample
+from prefill_node.sharing import KEEPER, PromptRequest
 from tests.answers import DEADLINE_S, refusal, until
 from tests.handles import a_handle
 
@@ -50,31 +50,24 @@ class Engine:
         self.moved = 0
         self.findings: list[str] = []
 
-    async def prefill(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> tuple[KvHandle, float]:
-        if start_sample is not None:
-            await start_sample()
-        self.computing.append(request_id)
-        self.isolated += [request_id] * isolated
+    async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
+        if prompt.start_sample is not None:
+            await prompt.start_sample()
+        self.computing.append(prompt.request_id)
+        self.isolated += [prompt.request_id] * prompt.isolated
         began = asyncio.get_running_loop().time()
         try:
             await self.go.wait()
         except asyncio.CancelledError:
-            self.cancelled.append(request_id)
+            self.cancelled.append(prompt.request_id)
             raise
         finally:
-            self.computing.remove(request_id)
+            self.computing.remove(prompt.request_id)
         if self.error:
             raise self.error
-        return replace(handle(request_id, prompt_token_ids, reader), cached_tokens=self.cached_tokens), began
+        return replace(
+            handle(prompt.request_id, prompt.token_ids, prompt.reader), cached_tokens=self.cached_tokens
+        ), began
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
         self.recomputed.append(list(prompt_token_ids))

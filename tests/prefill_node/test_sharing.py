@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from corun.node.kv.handle import binding
 from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.sharing import KEEPER, Sharing, StartSample
+from prefill_node.sharing import KEEPER, PromptRequest, Sharing
 from tests.answers import settle
 from tests.handles import a_handle
 
@@ -37,25 +39,16 @@ class Engine:
         self.scopes: list[str] = []
         self.readers: dict[str, set[str]] = {}
 
-    async def prefill(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        reader: NodeRef,
-        scope: str = "",
-        *,
-        isolated: bool = False,
-        start_sample: StartSample | None = None,
-    ) -> tuple[KvHandle, float]:
-        if start_sample is not None:
-            await start_sample()
+    async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
+        if prompt.start_sample is not None:
+            await prompt.start_sample()
         await self.go.wait()
         if self.error:
             raise self.error
-        self.computed.append(request_id)
-        self.scopes.append(scope)
-        self.readers[request_id] = {request_id}
-        return a_handle(prompt_token_ids, request_id=request_id, reader=reader), 0.0
+        self.computed.append(prompt.request_id)
+        self.scopes.append(prompt.scope)
+        self.readers[prompt.request_id] = {prompt.request_id}
+        return a_handle(prompt.token_ids, request_id=prompt.request_id, reader=prompt.reader), 0.0
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         await self.sharing.wait()
@@ -94,9 +87,9 @@ def sharing(engine: Engine) -> Sharing:
 Asked = asyncio.Task[KvHandle]
 
 
-def ask(sharing: Sharing, name: str, **changes: object) -> Asked:
-    asked = {"prompt_token_ids": PROMPT, "reader": READER, "scope": "client a", **changes}
-    return asyncio.ensure_future(sharing.prefill(name, **asked))  # type: ignore[arg-type]
+def ask(sharing: Sharing, name: str, *, more_follow: bool = False, **changes: Any) -> Asked:
+    prompt = replace(PromptRequest(name, PROMPT, READER, "client a"), **changes)
+    return asyncio.ensure_future(sharing.prefill(prompt, more_follow=more_follow))
 
 
 async def begun(engine: Engine, sharing: Sharing, names: str, *, counted: bool = False) -> dict[str, Asked]:
@@ -140,8 +133,8 @@ async def test_one_that_comes_later_reads_what_is_still_there(engine: Engine, sh
     assert engine.computed == ["r", "t"]
 
 
-@pytest.mark.parametrize("changes", [{"scope": ""}, {"scope": "client b"}, {"prompt_token_ids": (1, 2)}], ids=str)
-async def test_what_is_not_the_same_is_not_shared(engine: Engine, sharing: Sharing, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("changes", [{"scope": ""}, {"scope": "client b"}, {"token_ids": (1, 2)}], ids=str)
+async def test_what_is_not_the_same_is_not_shared(engine: Engine, sharing: Sharing, changes: dict[str, Any]) -> None:
     await ask(sharing, "r", **changes)
     assert (await ask(sharing, "s")).request_id == "s"
     assert engine.computed == ["r", "s"]
@@ -182,19 +175,19 @@ async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
 
 
 async def test_what_was_not_asked_for_longest_goes_when_too_much_is_kept(engine: Engine, keeping: Sharing) -> None:
-    await ask(keeping, "long", prompt_token_ids=(1,) * 6, **FOLLOWED)
+    await ask(keeping, "long", token_ids=(1,) * 6, **FOLLOWED)
     for name, prompt in (("a", (1, 2)), ("b", (3, 4)), ("a again", (1, 2)), ("c", (5,)), ("d", (6,))):
-        await ask(keeping, name, prompt_token_ids=prompt, **FOLLOWED)
+        await ask(keeping, name, token_ids=prompt, **FOLLOWED)
     await settle()
     assert kept(engine) == {"a", "c", "d"}
 
 
 async def test_a_prompt_that_needs_the_room_gets_it(engine: Engine, keeping: Sharing) -> None:
     await ask(keeping, "a", **FOLLOWED)
-    await ask(keeping, "b", prompt_token_ids=(1,) * 15)
+    await ask(keeping, "b", token_ids=(1,) * 15)
     await settle()
     assert kept(engine) == {"a"}
-    await ask(keeping, "c", prompt_token_ids=(1,) * 16, scope="")
+    await ask(keeping, "c", token_ids=(1,) * 16, scope="")
     await settle()
     assert kept(engine) == set()
 
@@ -307,9 +300,9 @@ async def test_a_release_is_one_reader_fewer_and_the_last_one_the_end(engine: En
 
 async def test_what_is_gone_is_forgotten(engine: Engine, sharing: Sharing) -> None:
     for index in range(5):
-        await ask(sharing, f"r{index}", prompt_token_ids=(index,))
+        await ask(sharing, f"r{index}", token_ids=(index,))
         engine.read(f"r{index}", f"r{index}")
-    await ask(sharing, "last", prompt_token_ids=(9,))
+    await ask(sharing, "last", token_ids=(9,))
     assert [made.name for made in sharing._computations.values()] == ["last"]
 
 
