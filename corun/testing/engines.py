@@ -215,6 +215,9 @@ class FakePrefillEngine(FakeEngine):
         """The number of next scores that find no finite logits."""
         self.isolated: list[tuple[int, ...]] = []
         """The prompts among `prefilled` that had to be isolated."""
+        self.recomputed: list[tuple[int, ...]] = []
+        self.cached_tokens = 0
+        """The number of tokens of each prompt that come from the cache."""
         self.released: list[str] = []
         self.expired_claims = 0
         self.turn = asyncio.Lock()
@@ -261,7 +264,9 @@ class FakePrefillEngine(FakeEngine):
         return began
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
-        """See `PrefillEngine.recompute`."""
+        """See `PrefillEngine.recompute`. The digests are the token ids."""
+        self.recomputed.append(tuple(prompt_token_ids))
+        await self._until_not(lambda: self.hanging)
         return [list(prompt_token_ids)]
 
     def withdraw(self, finding: str) -> None:
@@ -284,6 +289,7 @@ class FakePrefillEngine(FakeEngine):
             prompt_digest=prompt_digest(prompt.token_ids),
             reader=prompt.reader,
             owners=(KvOwner(request_id=request_id, num_blocks=num_blocks),),
+            cached_tokens=self.cached_tokens,
         )
         return bound(handle)
 

@@ -1,10 +1,9 @@
-"""The prefill service over a real socket, around an engine that does what a test tells it."""
+"""The prefill service over a real socket, around a fake engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from corun.errors import (
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
-from corun.types import KvHandle, NodeRef
+from corun.testing.engines import Facts, FakeKv, FakePrefillEngine
+from corun.testing.model import filled_contract
+from corun.types import NodeRef, NodeRole
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node import recheck
@@ -27,78 +28,15 @@ from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
 from prefill_node.sharing import KEEPER, PromptRequest
 from tests.answers import DEADLINE_S, refusal, until
-from tests.handles import a_handle
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
 
 
-class Engine:
-    """Computes at once, or when `go` is set; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.go = asyncio.Event()
-        self.go.set()
-        self.error: Exception | None = None
-        self.cached_tokens = 0
-        self.computing: list[str] = []
-        self.cancelled: list[str] = []
-        self.released: list[str] = []
-        self.isolated: list[str] = []
-        self.on_checked: Callable[[Computation], None] = lambda computation: None
-        self.recomputed: list[list[int]] = []
-        self.moved = 0
-        self.findings: list[str] = []
-
-    async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
-        if prompt.start_sample is not None:
-            await prompt.start_sample()
-        self.computing.append(prompt.request_id)
-        self.isolated += [prompt.request_id] * prompt.isolated
-        began = asyncio.get_running_loop().time()
-        try:
-            await self.go.wait()
-        except asyncio.CancelledError:
-            self.cancelled.append(prompt.request_id)
-            raise
-        finally:
-            self.computing.remove(prompt.request_id)
-        if self.error:
-            raise self.error
-        return replace(
-            handle(prompt.request_id, prompt.token_ids, prompt.reader), cached_tokens=self.cached_tokens
-        ), began
-
-    async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
-        self.recomputed.append(list(prompt_token_ids))
-        await self.go.wait()
-        return [[1, 2 + self.moved]]
-
-    def withdraw(self, finding: str) -> None:
-        self.findings.append(finding)
-
-    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
-        return True
-
-    async def release(self, request_id: str, reader: str) -> None:
-        self.released.append(reader)
-
-    def holds(self, request_id: str) -> bool:
-        return True
-
-    async def held_kv_blocks(self) -> int:
-        return 3
-
-
-def handle(request_id: str, prompt: Sequence[int], reader: NodeRef = READER) -> KvHandle:
-    fields = {"request_id": request_id, "block_ids": ((4, 5), (6,)), "tp_size": 2, "reader": reader}
-    return a_handle(prompt, **fields, binding="b" * 64)
-
-
 class Node:
     """A prefill node's gRPC side, and its client."""
 
-    def __init__(self, stub: Any, engine: Engine, service: PrefillService) -> None:
+    def __init__(self, stub: Any, engine: FakePrefillEngine, service: PrefillService) -> None:
         self.engine = engine
         self.service = service
         self._stub = stub
@@ -115,6 +53,11 @@ class Node:
             pb.ReleaseKvRequest(request_id=request_id, generation=generation), timeout=DEADLINE_S
         )
 
+    @property
+    def computing(self) -> list[str]:
+        """The prompts that the engine has, by their ids."""
+        return sorted(self.service.sharing.computing)
+
     async def queued(self) -> int:
         return (await self.service.load()).queued_prompt_tokens
 
@@ -122,7 +65,7 @@ class Node:
 @pytest.fixture
 async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     monkeypatch.setattr(recheck, "IDLE_S", 0.0)
-    engine = Engine()
+    engine = FakePrefillEngine(filled_contract(NodeRole.PREFILL, 0), FakeKv(), Facts(), REF)
     service = PrefillService(REF, engine, kv_tokens=4000)
     server = GrpcServer()
     server.add(pb_grpc.add_PrefillServiceServicer_to_server, service)
@@ -134,9 +77,9 @@ async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
 
 async def test_a_prompt_becomes_a_handle(node: Node) -> None:
     answer = await node.prefill("r", (7, 8, 9))
-    assert codec.kv_handle_from_proto(answer.handle) == handle("r", (7, 8, 9))
+    assert codec.kv_handle_from_proto(answer.handle) == node.engine._handle(PromptRequest("r", (7, 8, 9), READER))
     load = await node.service.load()
-    assert (load.tokens, load.queued_prompt_tokens, load.used_kv_blocks) == (3, 0, 3)
+    assert (load.tokens, load.queued_prompt_tokens, load.used_kv_blocks) == (3, 0, 1)
     assert node.engine.released == []
 
 
@@ -150,15 +93,15 @@ async def test_tokens_from_the_cache_are_counted_apart(node: Node) -> None:
 
 
 async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> None:
-    node.engine.go.clear()
+    node.engine.hanging = True
     first = node.prefill("a", [1] * 10, share_scope="client")
-    await until(lambda: node.engine.computing == ["a"])
+    await until(lambda: node.computing == ["a"])
     second = node.prefill("b", [1] * 10, share_scope="client")
     await until(lambda: node.service.queued_prompts == 2)
     first.cancel()
     await until(lambda: node.service.queued_prompts == 1)
     assert (await node.service.load()).queued_prompt_tokens == 10
-    node.engine.go.set()
+    node.engine.hanging = False
     answered = codec.kv_handle_from_proto((await second).handle)
     assert (answered.request_id, answered.claim) == ("a", "b")
     assert (await node.service.load()).tokens == 10
@@ -169,7 +112,7 @@ async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> Non
 class Samples:
     """The other side of a colocated node."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: FakePrefillEngine) -> None:
         self.error: Exception | None = None
         self.started: list[tuple[Any, ...]] = []
         self._engine = engine
@@ -177,9 +120,9 @@ class Samples:
     async def start_with_prompt(self, request: pb.PrefillRequest, prefill_node: NodeRef, context: Any) -> None:
         if self.error:
             raise self.error
-        name, reader = request.request_id, codec.node_ref_from_proto(request.reader)
-        assert name not in self._engine.computing, "the sample must be there before its prompt"
-        self.started.append((request.sample.lease_id, tuple(request.prompt_token_ids), reader, name, prefill_node))
+        prompt, reader = tuple(request.prompt_token_ids), codec.node_ref_from_proto(request.reader)
+        assert prompt not in self._engine.prefilled, "the sample must be there before its prompt"
+        self.started.append((request.sample.lease_id, prompt, reader, request.request_id, prefill_node))
 
 
 @pytest.mark.parametrize("fields", [{}, {"share_scope": "client"}, {"isolated": True}])
@@ -198,13 +141,13 @@ async def test_a_sample_starts_with_its_prompt(node: Node, fields: dict[str, Any
 async def test_a_sample_whose_prompt_is_anothers_or_that_cannot_start_waits_for_its_handle(node: Node) -> None:
     """The prompt is computed all the same: others may wait for it, too."""
     node.service._samples = samples = Samples(node.engine)
-    node.engine.go.clear()
+    node.engine.hanging = True
     calls = []
     for number, name in enumerate("ab"):
         call = node.prefill(name, share_scope="client", sample=pb.PromptSample(lease_id=number))
         calls.append(asyncio.ensure_future(call))
         await until(lambda: node.service.queued_prompts == len(calls))
-    node.engine.go.set()
+    node.engine.hanging = False
     assert [(await call).started for call in calls] == [True, False]
     assert [started[0] for started in samples.started] == [0]
     samples.error = InvalidArgumentError("sampling_params.top_k", 1, "no")
@@ -212,14 +155,14 @@ async def test_a_sample_whose_prompt_is_anothers_or_that_cannot_start_waits_for_
 
 
 async def test_an_isolated_prompt_shares_no_kv_whatever_its_scope(node: Node) -> None:
-    node.engine.go.clear()
+    node.engine.hanging = True
     calls = [node.prefill("a", share_scope="client"), node.prefill("b", share_scope="client", isolated=True)]
-    await until(lambda: sorted(node.engine.computing) == ["a", "b"])
+    await until(lambda: node.computing == ["a", "b"])
     calls.append(node.prefill("c", share_scope="client", isolated=True))
-    await until(lambda: sorted(node.engine.computing) == ["a", "b", "c"])
-    node.engine.go.set()
+    await until(lambda: node.computing == ["a", "b", "c"])
+    node.engine.hanging = False
     assert [(await call).handle.request_id for call in calls] == ["a", "b", "c"]
-    assert sorted(node.engine.isolated) == ["b", "c"]
+    assert node.engine.isolated == [(1, 2, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -239,15 +182,15 @@ async def test_bad_requests_are_refused(node: Node, fields: dict[str, Any], fiel
     error = await refusal(node.prefill(generation="b" * 16))
     assert isinstance(error, StaleGenerationError)
     assert (error.node_id, error.expected, error.actual) == ("p0", "b" * 16, REF.generation)
-    assert (node.engine.computing, await node.queued()) == ([], 0)
+    assert (node.engine.prefilled, await node.queued()) == ([], 0)
 
 
 async def test_what_runs_is_not_disturbed_by_what_is_refused(node: Node) -> None:
     """An id in flight is not taken twice: the second attempt must not release the first one's KV. A draining node
     finishes what it has."""
-    node.engine.go.clear()
+    node.engine.hanging = True
     first = node.prefill("r")
-    await until(lambda: node.engine.computing == ["r"])
+    await until(lambda: node.computing == ["r"])
     error = await refusal(node.prefill("r", (5,)))
     assert isinstance(error, InvalidArgumentError)
     assert (error.field, error.limit) == ("request_id", "must be unique to one attempt")
@@ -257,28 +200,26 @@ async def test_what_runs_is_not_disturbed_by_what_is_refused(node: Node) -> None
     assert "p0 is draining" in str(error)
     await node.release("other")
     assert await node.queued() == 3
-    node.engine.go.set()
+    node.engine.hanging = False
     assert (await first).handle.num_tokens == 3
     assert (await node.queued(), node.engine.released) == (0, ["other"])
 
 
 async def test_a_call_that_is_cancelled_or_late_stops_the_work_and_keeps_nothing(node: Node) -> None:
-    node.engine.go.clear()
+    node.engine.hanging = True
     call = node.prefill("r")
-    await until(lambda: node.engine.computing == ["r"])
+    await until(lambda: node.computing == ["r"])
     call.cancel()
     await until(lambda: node.engine.released == ["r"])
-    assert node.engine.cancelled == ["r"]
     assert await node.queued() == 0
     assert isinstance(await refusal(node.prefill("r", timeout_s=0.5)), DeadlineError)  # The id is free again.
     await until(lambda: node.engine.released == ["r", "r"])
-    assert await node.queued() == 0
+    assert (await node.queued(), node.engine.prefilled) == (0, [])
 
 
 async def test_a_failed_prefill_leaves_nothing_behind(node: Node) -> None:
-    node.engine.error = InvalidArgumentError("prompt_token_ids", 99, "must fit")
+    node.engine.errors = [InvalidArgumentError("prompt_token_ids", 99, "must fit"), RuntimeError("at /secret/path")]
     assert isinstance(await refusal(node.prefill("r")), InvalidArgumentError)
-    node.engine.error = RuntimeError("at /secret/path")
     error = await refusal(node.prefill("r"))
     assert isinstance(error, InternalError)
     assert "secret" not in str(error)
@@ -294,53 +235,53 @@ async def test_releases_reach_the_engine_of_their_own_generation(node: Node) -> 
     assert node.engine.released == ["r"]
 
 
-def computed(*prompt: int) -> Computation:
-    """What an engine tells of a prompt that it computed beside two others."""
-    steps = [[len(prompt), 3, 9]]
-    return Computation(prompt_token_ids=prompt, digests=[[1, 2]], freedoms={"packed"}, cached_tokens=0, steps=steps)
+def computed(*prompt: int, moved: int = 0) -> Computation:
+    """What an engine tells of a prompt that it computed beside two others. moved: how far its last digest is off."""
+    digests, steps = [[*prompt[:-1], prompt[-1] + moved]], [[len(prompt), 3, 9]]
+    return Computation(prompt_token_ids=prompt, digests=digests, freedoms={"packed"}, cached_tokens=0, steps=steps)
 
 
 @pytest.mark.parametrize("moved", [0, 1])
 async def test_checked_prompts_are_computed_again_while_the_node_is_idle(node: Node, moved: int) -> None:
     """A prompt that comes meanwhile goes first. One differing bit takes the node out."""
-    engine = node.engine
-    engine.moved = moved
-    engine.on_checked(computed(7, 8))
+    engine, findings = node.engine, list[str]()
+    engine.on_finding = findings.append
+    engine.on_checked(computed(7, 8, moved=moved))
     await node.prefill("first")
-    await until(lambda: engine.recomputed == [[7, 8]])
+    await until(lambda: engine.recomputed == [(7, 8)])
     equal, different = (node.service.metrics.rechecked_prompts.labels(result) for result in ("equal", "different"))
     await until(lambda: (equal.value, different.value) == (1 - moved, moved))
     finding = (
         "a prompt of 2 tokens has other KV when it runs alone: first in KV block 1 of 2 (rank 0); it may use packed, "
         "took 0 tokens from the cache, and ran as 2 of the 9 tokens of 3 prompts"
     )
-    assert engine.findings == [finding] * moved
+    assert findings == [finding] * moved
 
 
 async def test_a_prompt_ends_the_computation_of_an_earlier_one(node: Node) -> None:
     engine = node.engine
     for first in (7, 8):
         engine.on_checked(computed(first))
-    engine.go.clear()
+    engine.hanging = True
     node.service.recheck.resume()
-    await until(lambda: engine.recomputed == [[7]])
+    await until(lambda: engine.recomputed == [(7,)])
     call = asyncio.ensure_future(node.prefill("first"))
-    await until(lambda: engine.computing == ["first"])
-    engine.go.set()
+    await until(lambda: node.computing == ["first"])
+    engine.hanging = False
     await call
     await until(lambda: node.service.metrics.rechecked_prompts.labels("equal").value == 1)
-    assert engine.recomputed == [[7], [8]]
+    assert engine.recomputed == [(7,), (8,)]
 
 
 @pytest.mark.parametrize("state", ["draining", "closed"])
 async def test_a_node_that_takes_no_work_computes_nothing_again(node: Node, state: str) -> None:
     engine = node.engine
-    engine.go.clear()
+    engine.hanging = True
     call = asyncio.ensure_future(node.prefill("first"))
-    await until(lambda: engine.computing == ["first"])
+    await until(lambda: node.computing == ["first"])
     engine.on_checked(computed(7))
     setattr(node.service, state, True if state == "draining" else "its engine is stuck")
-    engine.go.set()
+    engine.hanging = False
     await call
     await node.service.load()
     await asyncio.sleep(0)
