@@ -11,67 +11,58 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node.kv.handle import binding
-from corun.types import KvHandle, NodeRef
+from corun.testing.engines import Facts, FakeKv, FakePrefillEngine
+from corun.testing.model import filled_contract
+from corun.types import KvHandle, NodeRef, NodeRole
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.sharing import KEEPER, PromptRequest, Sharing
 from tests.answers import settle
-from tests.handles import a_handle
 
+REF = NodeRef(node_id="p0", generation="a" * 16)
+ENGINE_ID = "p0-engine"
 READER = NodeRef(node_id="d0", generation="d" * 16)
 OTHER = NodeRef(node_id="d1", generation="d" * 16)
 PROMPT = (1, 2, 3)
 
 
-class Engine:
-    """Computes when `go` is set, and keeps count of the readers of what it has computed."""
+class Engine(FakePrefillEngine):
+    """Computes while no test holds `turn`, and answers for readers while `sharing` is set."""
 
     def __init__(self) -> None:
-        self.go = asyncio.Event()
-        self.go.set()
+        super().__init__(filled_contract(NodeRole.PREFILL, 0), FakeKv(), Facts(), REF, ENGINE_ID)
         self.sharing = asyncio.Event()
         self.sharing.set()
-        self.error: Exception | None = None
         self.share_error: Exception | None = None
         self.is_ending = False
         """The lease of what is held ends too soon for another reader."""
         self.computed: list[str] = []
         self.scopes: list[str] = []
-        self.readers: dict[str, set[str]] = {}
+
+    @property
+    def readers(self) -> dict[str, set[str]]:
+        return {key[1]: self.kv.readers[key] for key in self.kv.held}
 
     async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
-        if prompt.start_sample is not None:
-            await prompt.start_sample()
-        await self.go.wait()
-        if self.error:
-            raise self.error
+        found = await super().prefill(prompt)
+        self.kv.readers.setdefault((ENGINE_ID, prompt.request_id), {prompt.request_id})
         self.computed.append(prompt.request_id)
         self.scopes.append(prompt.scope)
-        self.readers[prompt.request_id] = {prompt.request_id}
-        return a_handle(prompt.token_ids, request_id=prompt.request_id, reader=prompt.reader), 0.0
+        return found
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         await self.sharing.wait()
         if self.share_error:
             raise self.share_error
-        is_there = request_id in self.readers and not self.is_ending
-        if is_there:
-            self.readers[request_id].update(readers)
-        return is_there
+        return not self.is_ending and await super().share(request_id, readers)
 
     async def release(self, request_id: str, reader: str) -> None:
         await self.sharing.wait()  # Calls to an engine are answered in turn.
-        self.read(request_id, reader)
-
-    def holds(self, request_id: str) -> bool:
-        return request_id in self.readers
+        await super().release(request_id, reader)
 
     def read(self, request_id: str, reader: str) -> None:
         """A reader is done."""
-        readers = self.readers.get(request_id, set())
-        readers.discard(reader)
-        if not readers:
-            self.readers.pop(request_id, None)
+        self.kv.take((ENGINE_ID, request_id), reader)
 
 
 @pytest.fixture
@@ -95,14 +86,14 @@ def ask(sharing: Sharing, name: str, *, more_follow: bool = False, **changes: An
 async def begun(engine: Engine, sharing: Sharing, names: str, *, counted: bool = False) -> dict[str, Asked]:
     """Ask for one prompt under these names. `counted`: its KV is computed, and the engine is being told of its readers.
 
-    Otherwise the computation waits for `engine.go`.
+    Otherwise the computation waits for `engine.turn`.
     """
-    engine.go.clear()
+    await engine.turn.acquire()
     asked = {name: ask(sharing, name) for name in names}
     await settle()
     if counted:
         engine.sharing.clear()
-        engine.go.set()
+        engine.turn.release()
         await settle()
     return asked
 
@@ -112,7 +103,7 @@ async def test_prompts_that_come_together_are_computed_once_and_all_read(engine:
     asked = await begun(engine, sharing, "rs")
     asked["t"] = ask(sharing, "t", reader=OTHER)
     await settle()
-    engine.go.set()
+    engine.turn.release()
     handles = await asyncio.gather(*asked.values())
     assert [handle.request_id for handle in handles] == ["r", "r", "r"]
     assert [handle.claim for handle in handles] == ["r", "s", "t"]
@@ -231,7 +222,8 @@ async def test_one_that_gives_up_takes_nothing_from_the_others(
     await settle()
     sharing.release_soon(gone)
     await settle()
-    engine.go.set()
+    if not counted:
+        engine.turn.release()
     engine.sharing.set()
     handles = await asyncio.gather(*asked.values())
     await settle()
@@ -262,7 +254,7 @@ async def test_nothing_is_kept_when_all_give_up_while_they_are_counted(engine: E
 async def test_nothing_is_kept_when_the_engine_cannot_be_told(engine: Engine, sharing: Sharing) -> None:
     engine.share_error = UnavailableError("the engine did not answer")
     asked = await begun(engine, sharing, "rs")
-    engine.go.set()
+    engine.turn.release()
     for result in await asyncio.gather(*asked.values(), return_exceptions=True):
         assert isinstance(result, UnavailableError)
     await settle()
@@ -274,16 +266,15 @@ async def test_what_nobody_wants_any_more_ends_and_is_not_joined(engine: Engine,
         task.cancel()
     late = ask(sharing, "t")
     await settle()
-    engine.go.set()
+    engine.turn.release()
     assert (await late).request_id == "t"
     assert engine.computed == ["t"]
 
 
 async def test_all_hear_of_an_error_and_the_next_one_is_tried_anew(engine: Engine, sharing: Sharing) -> None:
-    engine.error = InvalidArgumentError("prompt_token_ids", 3, "must be fewer")
+    engine.errors.append(InvalidArgumentError("prompt_token_ids", 3, "must be fewer"))
     for result in await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"), return_exceptions=True):
         assert isinstance(result, InvalidArgumentError)
-    engine.error = None
     assert (await ask(sharing, "t")).request_id == "t"
 
 
