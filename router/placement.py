@@ -352,8 +352,8 @@ def choose_pair(
 
     The decode node is the one with the most slots that are free soon, then with the most free KV, with any prefill node
     that is warm with it. Or it is a colocated node whose own side computes the prompt, so that no KV is read, if it has
-    nearly as many slots free (`OWN_PART`). Of these pairs, the first has steps of prompts that are not too slow; then it
-    computes the same KV already; then it has the fewest prompt tokens until this prompt is where it is decoded
+    nearly as many slots free (`OWN_PART`). Of these pairs, the first has steps of prompts that are not too slow; then
+    it computes the same KV already; then it has the fewest prompt tokens until this prompt is where it is decoded
     (`_delay`).
     """
     avoid = _avoided(need, decodes, prefills)
