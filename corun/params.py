@@ -10,6 +10,7 @@ derived may not change, because recorded seeds and receipts depend on it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -52,6 +53,8 @@ _INT31 = 2**31
 _PARAMS_TAG = b"corun.v1.params\0"
 _REQUEST = b"corun.v1.request"  # BLAKE2b's personalisation takes at most 16 bytes.
 _SAMPLE = b"corun.v1.sample"
+MAX_KEPT = 128
+"""The number of different parameters of which a process keeps what it has found out. Most requests have equal ones."""
 _NOT_IN_DIGEST = frozenset({"logprobs", "n", "top_logprobs"})
 CONSTRAINTS = ("json", "regex", "choice", "grammar")
 """The kinds of constraints on an output, by vLLM's names."""
@@ -141,11 +144,17 @@ class SamplingParams:
 
         A constraint is part of it only if there is one, so that digests from before there were any still hold.
         """
-        values = {f.name: _exact(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_IN_DIGEST}
-        if not self.structured_outputs:
-            del values["structured_outputs"]
-        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(_PARAMS_TAG + canonical.encode()).hexdigest()
+        return _digest(self)
+
+
+@functools.lru_cache(MAX_KEPT)
+def _digest(params: SamplingParams) -> str:
+    """Return `SamplingParams.digest`."""
+    values = {f.name: _exact(getattr(params, f.name)) for f in fields(params) if f.name not in _NOT_IN_DIGEST}
+    if not params.structured_outputs:
+        del values["structured_outputs"]
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(_PARAMS_TAG + canonical.encode()).hexdigest()
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "prompt.token_ids") -> tuple[int, ...]:

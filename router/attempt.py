@@ -29,10 +29,10 @@ from corun.observe.tracing import OFF, Span, Value
 from corun.params import SamplingParams
 from corun.receipt import Receipt, certificates_digest
 from corun.rpc.auth import ANYONE, Caller
-from corun.types import FinishReason, KvHandle, Priority, ResumePoint
+from corun.types import FinishReason, Priority, ResumePoint
 from router.clock import loop_time
 from router.nodes.node import Node, Placement, PrefillNode
-from router.nodes.node_client import RemoteLease
+from router.nodes.node_client import Handle, RemoteLease
 from router.output import Output
 from router.placement import ENDING, Need
 
@@ -171,14 +171,14 @@ class Attempt:
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
 
-    async def prefill(self) -> KvHandle:
+    async def prefill(self) -> Handle:
         """Compute the prompt's KV and return its handle. If one engine does both, the sample starts with its prompt."""
         self._prefill_id = secrets.token_hex(12)
         sample = None
         if self.placement.is_one_engine and self.task.params.constraint is None:  # Constraints are tried at a start.
             sample = self._lease.with_prompt(self.task.params, self.task.seed)
         with faults_of(self.placement.prefill), self.span.child("prefill") as span:
-            handle, self._is_started = await self.placement.prefill.client.prefill(
+            computed = await self.placement.prefill.client.prefill(
                 self._prefill_id,
                 self.task.prompt_token_ids,
                 self.placement.decode.info.ref,
@@ -190,11 +190,12 @@ class Attempt:
                 isolated=self.task.isolated,
                 sample=sample,
             )
-        self.placement.cached_tokens = handle.cached_tokens
+        self._is_started = computed.started
+        self.placement.cached_tokens = computed.handle.cached_tokens
         self.placement.leave(is_computed=True)
-        return handle
+        return computed.handle
 
-    async def decode(self, handle: KvHandle) -> FinishReason:
+    async def decode(self, handle: Handle) -> FinishReason:
         """Decode all tokens from the prompt's KV. They go to the output as they come."""
         lease, node, source = self._lease, self.placement.decode, self.placement.prefill
         with self.span.child("decode") as span, faults_of(node):
@@ -217,7 +218,7 @@ class Attempt:
                 if self.first_token_at is not None:
                     span.event("first_token", self.first_token_at)
 
-    async def start(self, handle: KvHandle) -> None:
+    async def start(self, handle: Handle) -> None:
         """Hand the KV over to the decode node."""
         if self._is_started:
             self.placement.decode.client.excuse(self._lease)

@@ -9,6 +9,7 @@ module must not know what a value is for.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from corun.completion import Prompt, Score, Scores
 from corun.errors import InvalidArgumentError, Shown
 from corun.params import (
     CONSTRAINTS,
+    MAX_KEPT,
     SamplingParams,
     check_continuations,
     check_request_id,
@@ -165,6 +167,8 @@ def _check_names(python: type, names: list[str], proto_names: list[str]) -> None
         raise TypeError(f"{python.__name__} has {names}, but its protobuf type has {proto_names}")
 
 
+MAX_KEPT_BYTES = 1024
+"""The most bytes of the message of parameters that are kept. Longer ones are rare, and they would take memory."""
 _PARAMS = types_pb2.SamplingParams.DESCRIPTOR.fields
 _check_names(SamplingParams, [f.name for f in fields(SamplingParams)], [f.name for f in _PARAMS])
 _SCALAR_PARAMS = [(f.name, f.has_presence) for f in _PARAMS if not f.is_repeated and f.message_type is None]
@@ -205,6 +209,18 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
 
     Raises InvalidArgumentError for a value outside its limit.
     """
+    if message.ByteSize() > MAX_KEPT_BYTES:
+        return _read_params(message)
+    return _kept_params(message.SerializeToString())
+
+
+@functools.lru_cache(MAX_KEPT)
+def _kept_params(data: bytes) -> SamplingParams:
+    """Read sampling parameters as `sampling_params_from_proto` does, but equal bytes only once."""
+    return _read_params(types_pb2.SamplingParams.FromString(data))
+
+
+def _read_params(message: types_pb2.SamplingParams) -> SamplingParams:
     # Lists are passed on as they are. They may be long, so SamplingParams counts them before it copies them.
     # Only some scalars have presence on the wire. Any other field that is unset reads as its default: zero or empty.
     values = {

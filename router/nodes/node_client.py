@@ -35,7 +35,6 @@ from corun.types import (
     NO_ALTERNATIVES,
     Alternatives,
     FinishReason,
-    KvHandle,
     NixlEndpoint,
     NodeInfo,
     NodeRef,
@@ -53,6 +52,8 @@ TakeToken = Callable[[int, float, Alternatives], bool]
 """A function that takes a token id, its log probability and its alternatives. It returns True if the sample ends with
 this token."""
 
+Handle = prefill_pb2.KvHandle
+"""What a prefill node says of KV, for the decode node. The router passes it on as it came."""
 AfterRows = tuple[int, Callable[[], None]]
 """A number of rows, and what to call when so many have come."""
 _NEVER: AfterRows = 0, lambda: None
@@ -167,7 +168,7 @@ class PrefillClient(NodeClient):
         more_follow: bool = False,
         isolated: bool = False,
         sample: prefill_pb2.PromptSample | None = None,
-    ) -> tuple[KvHandle, bool]:
+    ) -> prefill_pb2.PrefillResponse:
         """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
         this call drops the work.
 
@@ -177,7 +178,7 @@ class PrefillClient(NodeClient):
         the same bits. sample: one that the reader, which has the same engine, may start.
 
         Returns:
-            the handle, and whether the sample was started.
+            the handle, as the decode node is going to get it, and whether the sample was started.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
@@ -189,8 +190,9 @@ class PrefillClient(NodeClient):
             isolated=isolated,
             sample=sample,
         )
+        response: prefill_pb2.PrefillResponse
         response = await self._computed(self._stub.Prefill, request, timeout_s, metadata, idle_s)
-        return codec.kv_handle_from_proto(response.handle), response.started
+        return response
 
     async def score(
         self,
@@ -417,7 +419,7 @@ class DecodeClient(NodeClient):
     async def start(
         self,
         lease: RemoteLease,
-        handle: KvHandle,
+        handle: Handle,
         *,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
@@ -429,7 +431,7 @@ class DecodeClient(NodeClient):
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
             generation=self.ref.generation,
-            handle=codec.kv_handle_to_proto(handle),
+            handle=handle,
             prompt_token_ids=prompt_token_ids,
             sampling_params=codec.sampling_params_to_proto(params),
             seed=seed,

@@ -315,3 +315,18 @@ def test_a_constraint_that_is_not_known_is_refused_and_not_left_out(data: bytes)
     message = types_pb2.SamplingParams(structured_outputs=types_pb2.StructuredOutputs.FromString(data))
     with pytest.raises(InvalidArgumentError, match="structured_outputs"):
         codec.sampling_params_from_proto(message)
+
+
+def test_equal_parameters_are_read_once_unless_they_are_long() -> None:
+    def sent(params: SamplingParams) -> types_pb2.SamplingParams:
+        return types_pb2.SamplingParams.FromString(codec.sampling_params_to_proto(params).SerializeToString())
+
+    first, other = SamplingParams(max_tokens=7, stop=("x",)), SamplingParams(max_tokens=8, stop=("x",))
+    long = SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0))
+    for params, is_kept in ((first, True), (other, True), (long, False)):
+        read = [codec.sampling_params_from_proto(sent(params)) for _ in range(2)]
+        assert read == [params, params]
+        assert (read[0] is read[1]) == is_kept
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"sampling_params\.top_p"):
+            codec.sampling_params_from_proto(types_pb2.SamplingParams(top_p=2.0))
