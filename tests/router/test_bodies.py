@@ -63,6 +63,7 @@ def test_nothing_of_a_message_is_copied_before(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(codec, "SamplingParams", lambda **values: seen.update(values))
     monkeypatch.setattr(service, "caller", lambda: ANYONE)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+    message.sampling_params.stop_token_ids.extend(range(2 * codec.MAX_KEPT_BYTES))
     assert type(service._request(message, Span()).prompt) is type(message.token_ids.ids)
     for field in ("stop", "stop_token_ids", "logit_bias"):
         assert type(seen[field]) is type(getattr(message.sampling_params, field))
