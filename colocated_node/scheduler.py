@@ -87,6 +87,22 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             finished += super().finish_requests(lost, finished_status)
         return finished
 
+    def has_requests(self) -> bool:
+        """Return whether a step may have anything to do.
+
+        A sample that came with its prompt is here a moment before it. The engine's core then waits for the prompt. A
+        step without anything in it would keep the prompt waiting for 1 ms and more (vllm/v1/engine/core.py:
+        `_process_engine_step`).
+        """
+        return bool(super().has_requests()) and not self._awaits_prompts()
+
+    def _awaits_prompts(self) -> bool:
+        """Return whether all requests here are samples whose prompts have yet to come."""
+        if self.finished_req_ids or len(self.requests) > len(self._with_prompt):
+            return False
+        self._forget_begun()
+        return len(self.requests) == len(self._with_prompt) and self._with_prompt.keys().isdisjoint(self.requests)
+
     def _forget_begun(self) -> None:
         waiting = (one for one in self._with_prompt.items() if one[1].status is RequestStatus.WAITING)
         self._with_prompt = dict(waiting)

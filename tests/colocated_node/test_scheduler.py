@@ -241,6 +241,27 @@ def test_a_sample_that_comes_with_its_prompt_begins_in_the_step_after_it(
 
 
 @PLATFORMS
+def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_yet_to_come(
+    stepping: ModuleType, platform: Platform
+) -> None:
+    """A step without anything in it would keep the prompt waiting. A pair comes first, then when all has ended, then
+    beside another pair."""
+    one = sample(40, 3, own=True, with_prompt=True)
+    trace = Trace(slots=2, chunk=16, blocks=48, ops=(one, Run(30), one, Run(1), one), budget=16)
+    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    add, asked = engine.scheduler.add_request, list[bool]()
+
+    def watched(request: Any) -> None:
+        add(request)
+        asked.append(engine.scheduler.has_requests())
+
+    engine.scheduler.add_request = watched
+    record = engine.play()
+    assert violations(record, trace, stepping) == set()
+    assert asked == [False, True, False, True, True, True]
+
+
+@PLATFORMS
 def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(
     stepping: ModuleType, platform: Platform
 ) -> None:
@@ -462,7 +483,7 @@ CONTROLS: dict[str, tuple[Break, str]] = {
     "copies begin beyond the slots": (begin_anyway, "more rows than slots"),
     "refused copies are told as done": (trust_copies, "a failed read is told as done"),
     "rows begin before their prompts end": (tell_too_early, "decodes from another KV than its prompt's"),
-    "samples outlive their prompts": (outlive_prompts, "stuck"),
+    "samples outlive their prompts": (outlive_prompts, "left over"),
     "rows begin before their KV is there": (begin_with_nothing, "decodes from another KV than its prompt's"),
     "what decode writes is found": (let_all_be_found, "decodes from another KV than its prompt's"),
 }
