@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,88 +90,80 @@ REFUSED = (
 )
 
 
-def test_trials_refuse_what_cannot_be_read_and_go_on(path: Path) -> None:
-    async def main() -> None:
-        trials = grammar.Trials(path, VOCAB, [END])
-        try:
-            for kind, text, words in REFUSED:
-                with pytest.raises(InvalidArgumentError) as caught:
-                    await trials.check(kind, text)
-                assert words in caught.value.limit
-                await trials.check("regex", f"a+{len(text)}")
-        finally:
-            await trials.close()
-
-    asyncio.run(main())
+@pytest.fixture
+async def trials(path: Path, request: pytest.FixtureRequest) -> AsyncIterator[grammar.Trials]:
+    """Trials for the tiny model, or for one with another number of tokens and another end."""
+    vocab_size, end = getattr(request, "param", (VOCAB, END))
+    made = grammar.Trials(path, vocab_size, [end])
+    yield made
+    await made.close()
 
 
-def test_samples_that_come_together_have_one_trial(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trials_refuse_what_cannot_be_read_and_go_on(trials: grammar.Trials) -> None:
+    for kind, text, words in REFUSED:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await trials.check(kind, text)
+        assert words in caught.value.limit
+        await trials.check("regex", f"a+{len(text)}")
+
+
+async def test_samples_that_come_together_have_one_trial(
+    trials: grammar.Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = []
 
-    async def main() -> None:
-        trials = grammar.Trials(path, VOCAB, [END])
+    async def count(_: object, kind: str, text: str) -> str:
+        tried.append((kind, text))
+        await asyncio.sleep(0)
+        return ""
 
-        async def count(_: object, kind: str, text: str) -> str:
-            tried.append((kind, text))
-            await asyncio.sleep(0)
-            return ""
-
-        monkeypatch.setattr(grammar._Child, "tried", count)
-        await asyncio.gather(*(trials.check("regex", "a") for _ in range(20)))
-
-    asyncio.run(main())
+    monkeypatch.setattr(grammar._Child, "tried", count)
+    await asyncio.gather(*(trials.check("regex", "a") for _ in range(20)))
     assert tried == [("regex", "a")]
 
 
-def test_waiting_for_other_trials_is_no_fault_of_the_node(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_other_trials_is_no_fault_of_the_node(
+    trials: grammar.Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An UnavailableError would take the node from everybody until its next heartbeat."""
     monkeypatch.setattr(grammar, "ANSWER_S", 0.01)
-
-    async def main() -> None:
-        trials = grammar.Trials(path, VOCAB, [END])
-        for _ in range(grammar.PROCESSES):
-            await trials._turns.acquire()
-        with pytest.raises(OverloadedError, match="others came first"):
-            await trials.check("regex", "a")
-        await trials.close()
-
-    asyncio.run(main())
+    for _ in range(grammar.PROCESSES):
+        await trials._turns.acquire()
+    with pytest.raises(OverloadedError, match="others came first"):
+        await trials.check("regex", "a")
 
 
-def test_one_that_takes_long_holds_up_no_other_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_takes_long_holds_up_no_other_alone(
+    trials: grammar.Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A caller that leaves ends no trial that another waits for, and gives a process back when its own has ended."""
+    long, used = asyncio.Event(), list[object]()
 
-    async def main() -> None:
-        trials, long = grammar.Trials(path, VOCAB, [END]), asyncio.Event()
-        used: list[object] = []
+    async def tried(child: object, kind: str, text: str) -> str:
+        used.append(child)
+        if text == "long":
+            await long.wait()
+        return ""
 
-        async def tried(child: object, kind: str, text: str) -> str:
-            used.append(child)
-            if text == "long":
-                await long.wait()
-            return ""
-
-        monkeypatch.setattr(grammar._Child, "tried", tried)
-        waiting = [asyncio.ensure_future(trials.check("regex", "long")) for _ in range(2)]
-        await asyncio.sleep(0)
-        for number in range(3):
-            await trials.check("regex", f"short {number}")
-        waiting[0].cancel()
-        await asyncio.sleep(0)
-        long.set()
-        await waiting[1]
-        await trials.check("regex", "last")
-        assert len(used) == 5
-        assert used[0] not in used[1:4]
-        assert len(trials._idle) == grammar.PROCESSES
-
-    asyncio.run(main())
+    monkeypatch.setattr(grammar._Child, "tried", tried)
+    waiting = [asyncio.ensure_future(trials.check("regex", "long")) for _ in range(2)]
+    await asyncio.sleep(0)
+    for number in range(3):
+        await trials.check("regex", f"short {number}")
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    long.set()
+    await waiting[1]
+    await trials.check("regex", "last")
+    assert len(used) == 5
+    assert used[0] not in used[1:4]
+    assert len(trials._idle) == grammar.PROCESSES
 
 
-def test_without_end_tokens_or_a_tokenizer_nothing_is_tried(path: Path) -> None:
+async def test_without_end_tokens_or_a_tokenizer_nothing_is_tried(path: Path) -> None:
     for trials in (grammar.Trials(path, VOCAB, []), grammar.Trials(path / "none", VOCAB, [END])):
         with pytest.raises(InvalidArgumentError, match="end token"):
-            asyncio.run(trials.check("regex", "a"))
+            await trials.check("regex", "a")
 
 
 @pytest.fixture
@@ -178,21 +171,15 @@ def masks() -> Any:
     return load("decode_node.masks")
 
 
-def test_a_tokenizer_without_the_models_end_token_ends_no_node_and_refuses_constraints(path: Path) -> None:
+@pytest.mark.parametrize("trials", [(151936, 151645)], indirect=True)
+async def test_a_tokenizer_without_the_models_end_token_ends_no_node_and_refuses_constraints(
+    path: Path, trials: grammar.Trials, masks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InvalidArgumentError, match=r"structured_outputs.regex.*tokenizer.json does not serve"):
-        asyncio.run(_tried(grammar.Trials(path, 151936, [151645]), "regex", "a"))
+        await trials.check("regex", "a")
     model = SimpleNamespace(model=path.parent, get_vocab_size=lambda: 151936)
-    masks = load("decode_node.masks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "eos_token_ids", lambda _: (151645,))
-        assert masks.MaskBackend(SimpleNamespace(model_config=model)).tokenizer is None
-
-
-async def _tried(trials: grammar.Trials, kind: str, text: str) -> None:
-    try:
-        await trials.check(kind, text)
-    finally:
-        await trials.close()
+    monkeypatch.setattr(masks, "eos_token_ids", lambda _: (151645,))
+    assert masks.MaskBackend(SimpleNamespace(model_config=model)).tokenizer is None
 
 
 def test_a_mask_changes_its_own_row_only(masks: Any) -> None:
@@ -233,9 +220,8 @@ def test_words_of_an_error_are_few(tokens: Any) -> None:
         assert len(grammar.trial(tokens, "json", json.dumps(schema, ensure_ascii=False))) < 400
 
 
-def test_a_token_that_leads_beyond_the_limits_ends_the_sample_with_a_finding(tokens: Any) -> None:
+def test_a_token_that_leads_beyond_the_limits_ends_the_sample_with_a_finding(tokens: Any, masks: Any) -> None:
     """The mask allows a digit; behind it, the matcher would have too many ways to go on."""
-    masks = load("decode_node.masks")
     findings: dict[str, str] = {}
     many = "start: " + " | ".join(f'"{k}"' for k in range(3000))
     row = masks.RowGrammar(grammar.Matcher(tokens, "grammar", many), findings, 0.0)
@@ -268,9 +254,8 @@ def test_copies_of_a_matcher_go_their_own_ways(tokens: Any) -> None:
     assert written(tokens, first) == "bb"
 
 
-def test_a_constraint_is_read_once_for_its_samples(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_is_read_once_for_its_samples(path: Path, masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is read, the engine takes in no other request."""
-    masks = load("decode_node.masks")
     model = SimpleNamespace(model=path.parent, get_vocab_size=lambda: VOCAB)
     monkeypatch.setattr(masks, "eos_token_ids", lambda _: (END,))
     backend = masks.MaskBackend(SimpleNamespace(model_config=model))
