@@ -14,11 +14,13 @@ from corun.errors import CorunError, from_rpc_error
 DEADLINE_S = 60.0
 
 
-async def refusal(call: Any) -> CorunError:
-    """Return the error that a call ends with."""
+async def refusal(call: Any, kind: type[CorunError] = CorunError) -> Any:
+    """Return the error that a call ends with, which is of this kind."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    return from_rpc_error(caught.value)
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, kind)
+    return error
 
 
 async def settle() -> None:

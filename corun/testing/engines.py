@@ -344,6 +344,7 @@ class FakeDecodeEngine(FakeEngine):
         """Whether it draws other log probabilities than it should."""
         self.connected: list[NixlEndpoint] = []
         self.connect_errors: list[Exception] = []
+        self.aborted: list[str] = []
         self.most_running = 0
         """The most requests that had a slot at once."""
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
@@ -365,6 +366,7 @@ class FakeDecodeEngine(FakeEngine):
             self._clock = asyncio.ensure_future(self._tick())
 
     async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
         await self._until_not(lambda: self.stopped)
         self._running.pop(request_id, None)
         self._unread.discard(request_id)

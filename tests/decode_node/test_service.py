@@ -1,4 +1,4 @@
-"""The decode service over a real socket, around an engine that a test controls."""
+"""The decode service over a real socket, around a fake engine that draws nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
-from corun.types import Alternatives, FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
+from corun.testing.engines import Facts, FakeDecodeEngine, FakeKv
+from corun.testing.model import filled_contract
+from corun.types import Alternatives, FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from corun.v1.prefill_service_pb2 import PrefillRequest, PromptSample
@@ -44,35 +46,6 @@ SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
 LONG_MS, SHORT_MS = 60_000, 1000
 """Times to live. One is longer than any test. The other is short enough to wait for, yet longer than a call on a busy
 machine."""
-
-
-class Engine:
-    """An engine that runs each request until it is aborted."""
-
-    def __init__(self) -> None:
-        self.go = asyncio.Event()
-        self.go.set()
-        self.error: Exception | None = None
-        self.running: dict[str, DecodeRequest] = {}
-        self.aborted: list[str] = []
-        self.peers: list[NixlEndpoint] = []
-
-    async def start(self, request: DecodeRequest) -> None:
-        await self.go.wait()
-        if self.error:
-            raise self.error
-        self.running[request.request_id] = request
-
-    async def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        self.running.pop(request_id, None)
-
-    async def connect(self, peer: NixlEndpoint) -> None:
-        self.peers.append(peer)
-
-    def ids(self) -> list[str]:
-        """Return the engine's own names of the requests, in the order of their start."""
-        return list(self.running)
 
 
 def owners(*runs: tuple[str, int]) -> tuple[KvOwner, ...]:
@@ -107,7 +80,8 @@ class Node:
     """A decode node's gRPC side, and a client of it."""
 
     def __init__(self, ttl_ms: int) -> None:
-        self.engine = Engine()
+        self.engine = FakeDecodeEngine(filled_contract(NodeRole.DECODE, SLOTS), FakeKv(), Facts())
+        self.engine.hanging = True
         table = SlotTable(slots=SLOTS, kv_blocks=KV_BLOCKS, block_size=BLOCK_SIZE)
         self.service = DecodeService(REF, self.engine, table, lease_ttl_ms=ttl_ms)
         self.server = GrpcServer()
@@ -144,11 +118,20 @@ class Node:
         return steps
 
     async def started(self, count: int = 1, router_id: str = "router", session: int = 0) -> list[int]:
-        """Start `count` leases and return their ids; the engine's names of them are `engine.ids()`."""
+        """Start `count` leases and return their ids; the engine's names of them are `ids()`."""
         leases = [(await self.reserve(router_id, session=session)).lease_id for _ in range(count)]
         for lease in leases:
             await self.start(lease)
         return leases
+
+    @property
+    def running(self) -> list[DecodeRequest]:
+        """The requests that the engine has, in the order of their start."""
+        return [request for request, _ in self.engine._running.values()]
+
+    def ids(self) -> list[str]:
+        """Return the engine's own names of its requests."""
+        return [request.request_id for request in self.running]
 
     def held(self) -> list[int]:
         """Return the ids of all leases, in the order of their reservations."""
@@ -172,6 +155,7 @@ async def node(ttl_ms: int) -> AsyncIterator[Node]:
         node.stub = pb_grpc.DecodeServiceStub(connection)  # type: ignore[no-untyped-call]
         yield node
     await node.server.stop(0)
+    await node.engine.close()
 
 
 short_lived = pytest.mark.parametrize("ttl_ms", [SHORT_MS])
@@ -187,8 +171,7 @@ async def test_a_lease_holds_a_place_and_room_for_the_whole_sequence(node: Node)
     assert first.lease_id != second.lease_id
     load = await node.service.load()
     assert (load.leases, load.used_slots, load.used_kv_blocks) == (2, 0, 4)
-    error = await refusal(node.reserve(num_prompt_tokens=128, max_tokens=4))
-    assert isinstance(error, OverloadedError)
+    error = await refusal(node.reserve(num_prompt_tokens=128, max_tokens=4), OverloadedError)
     assert 0 < error.retry_after_s < 1
     assert "KV blocks are needed" in str(error)
 
@@ -205,8 +188,7 @@ async def test_a_lease_holds_a_place_and_room_for_the_whole_sequence(node: Node)
 )
 async def test_a_lease_for_nothing_or_for_nobody_is_refused(node: Node, field: str, value: Any) -> None:
     """A router has a name that can be logged."""
-    error = await refusal(node.reserve(**{field: value}))
-    assert isinstance(error, InvalidArgumentError)
+    error = await refusal(node.reserve(**{field: value}), InvalidArgumentError)
     assert field in error.field
     assert node.held() == []
 
@@ -215,13 +197,11 @@ async def test_a_share_key_reaches_the_engine_if_it_is_of_the_prompt(node: Node)
     key = f"{prompt_digest(PROMPT)} client a"
     lease = (await node.reserve(share_key=key)).lease_id
     await node.start(lease)
-    assert [request.share_key for request in node.engine.running.values()] == [key]
+    assert [request.share_key for request in node.running] == [key]
     lease = (await node.reserve(share_key="0" * 64)).lease_id
-    error = await refusal(node.start(lease))
-    assert isinstance(error, InvalidArgumentError)
+    error = await refusal(node.start(lease), InvalidArgumentError)
     assert "share_key" in str(error)
-    error = await refusal(node.reserve(share_key="k" * 513))
-    assert isinstance(error, InvalidArgumentError)
+    error = await refusal(node.reserve(share_key="k" * 513), InvalidArgumentError)
     assert error.field == "share_key"
 
 
@@ -236,17 +216,16 @@ async def test_another_generation_is_refused(node: Node) -> None:
         node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=other)).read(),
     ]
     for call in calls:
-        error = await refusal(call)
-        assert isinstance(error, StaleGenerationError)
+        error = await refusal(call, StaleGenerationError)
         assert (error.node_id, error.expected, error.actual) == ("d0", other, REF.generation)
     await node.release(lease, other)  # The lease is not this generation's, so this is neither an error nor a release.
     assert node.held() == [lease]
-    assert (node.engine.running, node.engine.peers) == ({}, [])
+    assert node.running == node.engine.connected == []
 
 
 async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
     waiting, running = (await node.reserve()).lease_id, (await node.started())[0]
-    (name,) = node.engine.ids()
+    (name,) = node.ids()
     await node.release(waiting)
     assert node.held() == [running]
     assert node.engine.aborted == []
@@ -265,18 +244,16 @@ async def test_start_hands_over_all_that_the_engine_needs_once(node: Node) -> No
     """A node that drains takes no new lease, and starts what it has leased."""
     lease = (await node.reserve(max_tokens=5)).lease_id
     node.service.draining = True
-    error = await refusal(node.reserve())
-    assert isinstance(error, UnavailableError)
+    error = await refusal(node.reserve(), UnavailableError)
     assert "d0 is draining" in str(error)
     params = SamplingParams(temperature=0.5, top_k=3, max_tokens=5, stop_token_ids=[9], logit_bias={4: 1.5})
     await node.start(lease, params=params, seed=2**63 - 1)
-    (request,) = node.engine.running.values()
+    (request,) = node.running
     assert request.kv == handle()
     assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
-    error = await refusal(node.start(lease, params=params))
-    assert isinstance(error, InvalidArgumentError)
+    error = await refusal(node.start(lease, params=params), InvalidArgumentError)
     assert (error.field, error.limit) == ("lease_id", "must not have been started before")
-    assert len(node.engine.running) == 1
+    assert len(node.running) == 1
 
 
 CONTEXT: Any = SimpleNamespace(invocation_metadata=tuple)
@@ -295,7 +272,7 @@ async def test_a_sample_that_comes_with_its_prompt_runs_in_its_lease(node: Node)
     lease = (await node.reserve(share_key=f"{prompt_digest(PROMPT)} client")).lease_id
     params = SamplingParams(temperature=0.5, max_tokens=8)
     await with_prompt(node, lease, params=params, seed=2**63 - 1)
-    (request,) = node.engine.running.values()
+    (request,) = node.running
     assert request.kv == OwnPrompt("prefill-1", PREFILL)
     assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
     assert request.share_key == f"{prompt_digest(PROMPT)} client"
@@ -321,13 +298,12 @@ async def test_a_lease_waits_for_its_start_if_its_sample_cannot_come_with_the_pr
         await with_prompt(node, lease, reader=NodeRef(node_id="d1", generation=REF.generation))
     with pytest.raises(StaleGenerationError):
         await with_prompt(node, lease, reader=NodeRef(node_id=REF.node_id, generation="c" * 16))
-    node.engine.error = error
+    node.engine.start_errors = [error]
     with pytest.raises(type(error)):
         await with_prompt(node, lease)
-    node.engine.error = None
-    assert node.engine.running == {}
+    assert node.running == []
     await node.start(lease)
-    assert len(node.engine.running) == 1
+    assert len(node.running) == 1
 
 
 async def test_a_sample_of_another_prompt_than_its_lease_shares_is_refused(node: Node) -> None:
@@ -365,30 +341,36 @@ async def test_a_start_that_does_not_belong_to_its_lease_is_refused(
 ) -> None:
     """A foreign handle is refused and never read: it would give another prompt's KV. The lease waits for its own."""
     lease = (await node.reserve()).lease_id
-    error = await refusal(node.start(lease, **fields))
-    assert isinstance(error, InvalidArgumentError)
+    error = await refusal(node.start(lease, **fields), InvalidArgumentError)
     assert error.field == field
-    assert node.engine.running == {}
+    assert node.running == []
     await node.start(lease)
-    assert len(node.engine.running) == 1
+    assert len(node.running) == 1
 
 
 async def test_a_start_that_fails_frees_its_lease(node: Node) -> None:
     await node.steps()
     lease = (await node.reserve()).lease_id
-    node.engine.error = RuntimeError("at /secret/path")
-    error = await refusal(node.start(lease))
-    assert isinstance(error, InternalError)
+    node.engine.start_errors = [RuntimeError("at /secret/path")]
+    error = await refusal(node.start(lease), InternalError)
     assert "secret" not in str(error)
     await node.until_free()
 
 
 @pytest.mark.parametrize("ended_by", ["cancel", "release"])
-async def test_a_start_that_is_given_up_leaves_nothing_running(node: Node, ended_by: str) -> None:
+async def test_a_start_that_is_given_up_leaves_nothing_running(
+    node: Node, monkeypatch: pytest.MonkeyPatch, ended_by: str
+) -> None:
     """The engine may get the abort before it knows the request."""
+    go, start = asyncio.Event(), node.engine.start
+
+    async def late(request: DecodeRequest) -> None:
+        await go.wait()
+        await start(request)
+
+    monkeypatch.setattr(node.engine, "start", late)
     await node.steps()
     lease = (await node.reserve()).lease_id
-    node.engine.go.clear()
     call = node.start(lease)
     await until(lambda: bool(node.service._running))
     if ended_by == "cancel":
@@ -397,9 +379,9 @@ async def test_a_start_that_is_given_up_leaves_nothing_running(node: Node, ended
         await until(lambda: len(node.engine.aborted) == 1)
         return
     await node.release(lease)
-    node.engine.go.set()
+    go.set()
     await call
-    await until(lambda: not node.engine.running)
+    await until(lambda: not node.running)
     assert node.held() == []
 
 
@@ -411,12 +393,11 @@ async def test_connections_reach_the_engine_for_peers_with_their_stamps(node: No
         return node.stub.Connect(request, timeout=DEADLINE_S)
 
     for addresses in ((), (4096,), (1, 2, 3)):
-        error = await refusal(connect(replace(PEER, stamp_addresses=addresses)))
-        assert isinstance(error, InvalidArgumentError)
+        error = await refusal(connect(replace(PEER, stamp_addresses=addresses)), InvalidArgumentError)
         assert error.field == "peer.stamp_addresses"
-    assert node.engine.peers == []
+    assert node.engine.connected == []
     await connect(PEER)
-    assert node.engine.peers == [PEER]
+    assert node.engine.connected == [PEER]
 
 
 # Steps
@@ -430,7 +411,7 @@ def fp32(word: int) -> float:
 async def test_one_message_a_step_with_the_rows_of_a_router_and_their_bits(node: Node) -> None:
     streams = {name: await node.steps(name) for name in ("a", "b", "idle")}
     leases = {name: await node.started(2, name) for name in ("a", "b")}
-    names = node.engine.ids()
+    names = node.ids()
     values = [fp32(word) for word in (0x80000000, 0xBDCCCCCD, 0xC2C7FFFF, 0x80000001)]
     mixed = [names[2], names[0], names[3], names[1]]
     for step in range(3):
@@ -451,7 +432,7 @@ async def test_alternatives_come_with_the_rows_that_have_some(node: Node) -> Non
     """Also if the rows of several steps make one message, in which other rows have none or only end."""
     steps = await node.steps()
     await node.started(3)
-    first, second, third = node.engine.ids()
+    first, second, third = node.ids()
     tops = Alternatives((4, 5), (-0.5, -1.5))
     failed = StepRow(second, None, 0.0, FinishReason.ERROR, "no")
     node.service.on_step([StepRow(first, 3, -1.0), failed, StepRow(third, 4, -0.5, tops=tops)])
@@ -467,7 +448,7 @@ async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> N
     """When the buffers of the connection are full, later messages hold many steps. Message numbers have no gap."""
     steps = await node.steps()
     await node.started(2)
-    names = node.engine.ids()
+    names = node.ids()
     for step in range(20_000):
         node.service.on_step([StepRow(name, step, -1.0) for name in names])
         if step % 100 == 0:
@@ -487,7 +468,7 @@ async def test_a_router_is_told_which_kv_was_read_before_the_first_token(node: N
     """It is no step, and takes no slot. It may come in one message with the token, if the router reads slowly."""
     steps, others = await node.steps(), await node.steps("idle")
     leases = await node.started(3)
-    first, second, gone = node.engine.ids()
+    first, second, gone = node.ids()
     await node.release(leases.pop())
     node.service.on_read([first, gone])
     message = await steps.read()
@@ -506,7 +487,7 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
     """A request with nothing to draw from is ended in the engine, too: otherwise the engine would go on with it."""
     steps = await node.steps()
     leases = await node.started(4)
-    names = node.engine.ids()
+    names = node.ids()
     node.service.on_step(
         [
             StepRow(names[0], 5, -1.0, FinishReason.STOP),
@@ -537,7 +518,7 @@ async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
     """Late rows of a lease cannot reach the one that got its slot, which has another id."""
     steps = await node.steps()
     old, kept = await node.started(2)
-    names = node.engine.ids()
+    names = node.ids()
     await node.release(old)
     node.service.on_step([StepRow(names[0], 1, -1.0, FinishReason.STOP), StepRow(names[1], 2, -1.0)])
     assert await steps.rows() == [(kept, 2, -1.0)]
@@ -545,7 +526,7 @@ async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
     assert await steps.nothing_follows()
     (new,) = await node.started()
     assert new != old
-    node.service.on_step([StepRow(names[0], 1, -1.0), StepRow(node.engine.ids()[-1], 2, -1.0)])
+    node.service.on_step([StepRow(names[0], 1, -1.0), StepRow(node.ids()[-1], 2, -1.0)])
     assert await steps.rows() == [(new, 2, -1.0)]
 
 
@@ -568,7 +549,7 @@ async def test_a_stream_keeps_its_leases_even_if_it_breaks_and_is_back_in_time(n
     await asyncio.sleep(1.3 * SHORT_MS / 1000)
     assert len(node.held()) == 2
     assert node.engine.aborted == []
-    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
+    node.service.on_step([StepRow(node.ids()[0], 1, -1.0)])
     assert await second.rows() == [(lease, 1, -1.0)]
 
 
@@ -577,7 +558,7 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
     """A lease's clock runs from the end of the stream, or from the lease's own begin if that is later."""
     steps, other = await node.steps("lost"), await node.steps("other")
     (running,) = await node.started(1, "lost")
-    (lost,) = node.engine.ids()
+    (lost,) = node.ids()
     await node.started(1, "other")
     waiting = [(await node.reserve("lost")).lease_id]
     steps.call.cancel()
@@ -599,7 +580,7 @@ async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: N
     """They end at once, running or not: the router gave the node up before, and waits for nothing of those sessions."""
     first, other = await node.steps(session=1), await node.steps("other", session=1)
     (running,) = await node.started(session=1)
-    (name,) = node.engine.ids()
+    (name,) = node.ids()
     waiting = (await node.reserve(session=1)).lease_id
     (kept,) = await node.started(router_id="other", session=1)
     second = await node.steps(session=2)
@@ -609,7 +590,7 @@ async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: N
     assert node.service.metrics.expired_leases.value == 0
     for lease in (running, waiting):
         assert isinstance(await refusal(node.start(lease)), NotFoundError)
-    node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.engine.ids()[0], 2, -1.0)])
+    node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.ids()[0], 2, -1.0)])
     assert await other.rows() == [(kept, 2, -1.0)]
     assert await second.nothing_follows()
 
@@ -619,8 +600,7 @@ async def test_a_session_that_is_over_gets_nothing(node: Node) -> None:
     await node.steps(session=2)
     late = node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=REF.generation, session=1))
     for call in (node.reserve(session=1), late.read()):
-        error = await refusal(call)
-        assert isinstance(error, UnavailableError)
+        error = await refusal(call, UnavailableError)
         assert "session 1 of router router is over" in str(error)
     assert node.held() == []
     await node.reserve(session=2)
@@ -636,7 +616,7 @@ async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> 
     assert (node.held(), node.service._expiry) == ([], {})
     (early,) = await node.started(session=2)
     assert list(node.service._expiry) == [early]
-    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
+    node.service.on_step([StepRow(node.ids()[0], 1, -1.0)])
     await node.steps(session=2)
     assert await first.read() == grpc.aio.EOF
     assert node.service._expiry == {}
@@ -650,7 +630,7 @@ async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
     node.service.step_sizes = (2, SLOTS)
     steps = await node.steps()
     await node.started(3)
-    first, second, third = node.engine.ids()
+    first, second, third = node.ids()
     node.service.on_step([StepRow(name, 1, -1.0) for name in (first, second, third)])
     node.service.on_step([StepRow(first, 1, -1.0, FinishReason.LENGTH), StepRow(second, None, 0.0, FinishReason.ERROR)])
     node.service.on_step([StepRow(first, 1, -1.0), StepRow(third, 1, -1.0, FinishReason.STOP)], 3)
