@@ -112,6 +112,13 @@ def waits(record: Record) -> Iterator[str]:
                 yield "an unfinished prompt waits for samples"
 
 
+def checked(stepping: ModuleType, trace: Trace, platform: Platform) -> Record:
+    """Play a trace, in which no rule may be broken."""
+    record = play(stepping, trace, platform)
+    assert violations(record, trace, stepping) == set()
+    return record
+
+
 @PLATFORMS
 def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, platform: Platform) -> None:
     mixed = turns = 0
@@ -120,8 +127,7 @@ def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, p
     @given(colocated_traces(ALL))
     def check(trace: Trace) -> None:
         nonlocal mixed, turns
-        record = play(stepping, trace, platform)
-        assert violations(record, trace, stepping) == set()
+        record = checked(stepping, trace, platform)
         kinds = [{record.requests[n].reads for n in step.rows} for step in record.steps]
         mixed += kinds.count({True, False})
         turns += sum(a | b == {True, False} and len(a) == len(b) == 1 for a, b in itertools.pairwise(kinds))
@@ -176,9 +182,7 @@ def sample(prompt: int, max_tokens: int, **others: Any) -> Arrive:
 @PLATFORMS
 def test_without_the_freedom_prompts_and_rows_take_turns(stepping: ModuleType, platform: Platform) -> None:
     ops = (sample(16, 30), Run(4), *(Arrive(prompt=40, freedoms=FREE),) * 6)
-    trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16)
-    record = play(stepping, trace, platform)
-    assert violations(record, trace, stepping) == set()
+    record = checked(stepping, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16), platform)
     kinds = [{record.requests[n].reads for n in step.rows} for step in record.steps]
     first, last = kinds.index({False}), len(kinds) - kinds[::-1].index({False})
     assert kinds[first:last:2].count({False}) == len(kinds[first:last:2]) > 10
@@ -193,8 +197,7 @@ def test_with_it_rows_ride_in_every_step_and_take_no_tokens_from_prompts(
     prompts = (Arrive(prompt=100, freedoms=MIXED),) * 3
     ops = (sample(16, 30), sample(16, 30), Run(4), *prompts, Run(1), sample(20, 3))
     trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
-    record = play(stepping, trace, platform)
-    assert violations(record, trace, stepping) == set()
+    record = checked(stepping, trace, platform)
     steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
     alone = stepping.play(OURS, replace(trace, ops=prompts), platform, role=NodeRole.PREFILL)
     tokens = [[row.tokens for n, row in step.rows.items() if not record.requests[n].reads] for step in steps]
@@ -212,8 +215,7 @@ def test_a_sample_of_an_own_prompt_begins_in_the_step_that_copies_its_kv(
     later = 1 + platform.async_scheduling
     for own, steps in ((True, 0), (False, later)):
         ops = (Run(2), sample(33, 3, own=own))
-        record = play(stepping, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16), platform)
-        assert violations(record, Trace(2, 16, 48, ops, 16), stepping) == set()
+        record = checked(stepping, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16), platform)
         assert record.read == [0]
         loaded, began = (next(at for at, step in enumerate(record.steps) if getattr(step, part)) for part in LOAD_ROW)
         assert began - loaded == steps
@@ -232,9 +234,7 @@ def test_a_sample_that_comes_with_its_prompt_begins_in_the_step_after_it(
     of the first in the prefix cache."""
     one = sample(prompt, 3, own=True, with_prompt=True, freedoms=freedoms)
     ops = (one, sample(40, 3), one, Run(3), one)
-    trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
-    record = play(stepping, trace, platform)
-    assert violations(record, trace, stepping) == set()
+    record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform)
     at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(7)]
     assert [at[n][0] for n in (0, 3, 5)] == [at[n + 1][-1] + 1 for n in (0, 3, 5)]
     assert sorted(record.read) == [0, 2, 3, 5]
@@ -324,9 +324,7 @@ def test_samples_of_an_own_prompt_share_what_the_first_copies(stepping: ModuleTy
     of 97 tokens, that block needs none."""
     for prompt, copied in ((100, 7 + 7), (97, 7)):
         ops = (sample(prompt, 5, own=True, group=1),) * 8
-        trace = Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16)
-        record = play(stepping, trace, platform)
-        assert violations(record, trace, stepping) == set()
+        record = checked(stepping, Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16), platform)
         assert sum(step.read_blocks for step in record.steps) == copied
         assert sorted(record.read) == list(range(8))
         began = [next(at for at, step in enumerate(record.steps) if n in step.rows) for n in range(8)]
@@ -346,9 +344,7 @@ def test_if_nobody_waited_for_a_copy_each_would_make_its_own(
 @PLATFORMS
 def test_a_copy_that_is_refused_ends_its_own_sample_only(stepping: ModuleType, platform: Platform) -> None:
     ops = (sample(40, 9, own=True), Run(3), sample(40, 9, own=True, fails=True), sample(40, 9, own=True), Run(20))
-    trace = Trace(slots=3, chunk=16, blocks=48, ops=ops, budget=16)
-    record = play(stepping, trace, platform)
-    assert violations(record, trace, stepping) == set()
+    record = checked(stepping, Trace(slots=3, chunk=16, blocks=48, ops=ops, budget=16), platform)
     assert record.finished == {0: "length", 1: "error", 2: "length"}
     assert sorted(record.read) == [0, 2]
 
@@ -359,11 +355,7 @@ def test_what_is_leased_gets_room_whatever_prompts_hold(stepping: ModuleType, pl
     held = (Arrive(prompt=64, freedoms=MIXED, transfer_steps=300),) * 9
     ops = (*held, Run(8), *(sample(40, 20),) * 9, Run(60), Run(1))
     trace = Trace(slots=8, chunk=64, blocks=48, ops=ops, budget=200)
-    engine = stepping.engine(COLOCATED, trace, platform, role=None)
-    share = prompts_share(stepping, trace)
-    engine.table = SlotTable(slots=trace.slots, kv_blocks=trace.blocks - share, block_size=BLOCK_SIZE)
-    record = engine.play()
-    assert violations(record, trace, stepping) == set()
+    record, share = checked(stepping, trace, platform), prompts_share(stepping, trace)
     samples = {n for n, request in enumerate(record.requests) if request.reads}
     assert len(samples) == 6, "24 blocks of 4 each"
     ended = max(place for place, step in enumerate(record.steps) if samples & step.rows.keys())
@@ -566,5 +558,4 @@ def test_an_abort_of_either_frees_at_every_stage(
         Abort(0),
         Abort(1),
     )
-    trace = Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16)
-    assert violations(play(stepping, trace, platform), trace, stepping) == set()
+    checked(stepping, Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16), platform)

@@ -55,12 +55,18 @@ def violations(record: Record, slots: int) -> Iterator[str]:
         yield "not first come, first served"
 
 
+def checked(stepping: ModuleType, trace: Trace, platform: Platform, **settings: Any) -> Record:
+    """Play a trace, in which no rule may be broken."""
+    record: Record = stepping.play(FIXED, trace, platform, role=NodeRole.DECODE, **settings)
+    assert list(violations(record, trace.slots)) == []
+    return record
+
+
 def test_every_step_is_one_token_for_each_slot(stepping: ModuleType) -> None:
     @examples(150)
     @given(decode_traces(), ANY_PLATFORM)
     def check(trace: Trace, platform: Platform) -> None:
-        record = stepping.play(FIXED, trace, platform, role=NodeRole.DECODE)
-        assert list(violations(record, trace.slots)) == []
+        checked(stepping, trace, platform)
 
     check()
 
@@ -140,8 +146,7 @@ def test_kv_is_read_while_all_slots_run_and_slots_are_taken_in_order(stepping: M
         Arrive(prompt=16, max_tokens=2, transfer_steps=6),
         Arrive(prompt=16, max_tokens=2, transfer_steps=1),
     )
-    record = stepping.play(FIXED, Trace(1, 1, 9, ops), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 1)) == []
+    record = checked(stepping, Trace(1, 1, 9, ops), platform)
     assert [step.loads for step in record.steps if step.loads] == [(0, 1, 2)]
     rows = [number for step in record.steps for number in step.rows]
     assert rows == sorted(rows)
@@ -167,8 +172,7 @@ MASKED = (
 
 @PLATFORMS
 def test_rows_with_long_masks_take_turns_and_hold_up_no_free_row(stepping: ModuleType, platform: Platform) -> None:
-    record = stepping.play(FIXED, Trace(7, 7, 99, MASKED), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 7)) == []
+    record = checked(stepping, Trace(7, 7, 99, MASKED), platform)
     assert rows_per_step(record, 0) == 1
     took = [sum(MASKED[number].mask_s for number in step.rows) for step in record.steps if 0 in step.rows]
     assert max(took) < 0.07, "one long mask in a step, one of a row that begins, and the short ones"
@@ -190,16 +194,17 @@ def test_without_turns_all_long_masks_are_in_each_step(
 def test_rows_with_long_masks_alone_go_on_in_every_step(stepping: ModuleType, platform: Platform) -> None:
     """A step without any row would help nobody. In the second step the other one begins."""
     ops = tuple(Arrive(prompt=16, max_tokens=9, mask_s=5.0) for _ in range(2))
-    record = stepping.play(FIXED, Trace(2, 2, 9, ops), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 2)) == []
+    record = checked(stepping, Trace(2, 2, 9, ops), platform)
     assert [len(step.rows) for step in record.steps if step.rows] == [1, 2] + [1] * 15
 
 
 def play_group(stepping: ModuleType, trace: Trace, platform: Platform) -> Record:
-    """Play a trace on the node's own leases: what they grant must end, however the engine shares blocks."""
+    """Play a trace on the node's own leases: what they grant must end, however the engine shares blocks, and no rule
+    may be broken."""
     engine = stepping.engine(FIXED, trace, platform, role=NodeRole.DECODE)
     engine.table = SlotTable(slots=trace.slots, kv_blocks=trace.blocks, block_size=BLOCK_SIZE)
     record: Record = engine.play()
+    assert group_violations(record, trace.slots) == set()
     return record
 
 
@@ -216,7 +221,6 @@ def test_samples_of_a_prompt_share_its_blocks_and_all_that_is_granted_ends(stepp
     def check(trace: Trace, platform: Platform) -> None:
         nonlocal shared
         record = play_group(stepping, trace, platform)
-        assert group_violations(record, trace.slots) == set()
         whole = sum(-(-record.requests[n].prompt // BLOCK_SIZE) for step in record.steps for n in step.loads)
         shared += whole - sum(step.read_blocks for step in record.steps)
 
@@ -229,7 +233,6 @@ def test_eight_samples_read_their_prompt_once(stepping: ModuleType, platform: Pl
     """The first reads seven blocks, the others wait for it and read the last one, which decode writes to."""
     ops = (Arrive(prompt=100, max_tokens=5, transfer_steps=3, group=1),) * 8
     record = play_group(stepping, Trace(8, 8, 6 + 8 + 1, ops), platform)
-    assert group_violations(record, 8) == set()
     assert len(record.requests) == 8, "all have leases, though the prompt's blocks are there once"
     assert sum(step.read_blocks for step in record.steps) == 7 + 7
     first = next(i for i, step in enumerate(record.steps) if step.loads)
@@ -243,7 +246,6 @@ def test_the_block_of_the_last_position_is_never_shared(stepping: ModuleType, pl
     """Also if the prompt ends with its block: decode computes the last position again."""
     ops = (Arrive(prompt=prompt, max_tokens=3, group=1), Run(9), Arrive(prompt=prompt, max_tokens=3, group=1))
     record = play_group(stepping, Trace(2, 2, 20, ops), platform)
-    assert group_violations(record, 2) == set()
     blocks = -(-prompt // BLOCK_SIZE)
     assert [step.read_blocks for step in record.steps if step.loads] == [blocks, blocks - (prompt - 1) // BLOCK_SIZE]
 
@@ -255,7 +257,6 @@ def test_a_failed_read_leaves_nothing_to_find_and_who_waited_reads_itself(
     fails = Arrive(prompt=49, max_tokens=3, transfer_steps=3, fails=True, group=1)
     ops = (fails, Arrive(prompt=49, max_tokens=3, group=1), Arrive(prompt=49, max_tokens=3, group=1))
     record = play_group(stepping, Trace(4, 4, 20, ops), platform)
-    assert group_violations(record, 4) == set()
     assert [step.read_blocks for step in record.steps if step.loads] == [4, 4, 1]
     assert record.finished == {0: "error", 1: "length", 2: "length"}
 
@@ -264,7 +265,6 @@ def test_a_failed_read_leaves_nothing_to_find_and_who_waited_reads_itself(
 def test_samples_of_another_key_or_of_none_share_nothing(stepping: ModuleType, platform: Platform) -> None:
     first, *others = (Arrive(prompt=49, max_tokens=3, group=group) for group in (1, 0, 0, 2))
     record = play_group(stepping, Trace(4, 4, 30, (first, Run(9), *others)), platform)
-    assert group_violations(record, 4) == set()
     assert [step.read_blocks for step in record.steps if step.loads] == [4, 12]
 
 
@@ -275,15 +275,13 @@ def test_blocks_that_are_found_and_held_by_nobody_take_room(stepping: ModuleType
     once, again = (Arrive(prompt=49, max_tokens=tokens, group=1) for tokens in (3, 31))
     aborted, other = Arrive(prompt=49, max_tokens=15, transfer_steps=9), Arrive(prompt=16, max_tokens=31)
     record = play_group(stepping, Trace(4, 4, 9, (once, Run(9), aborted, Run(2), Abort(1), again, other)), platform)
-    assert group_violations(record, 4) == set()
     assert [step.loads for step in record.steps if step.loads] == [(0,), (1,), (2,), (3,)]
 
 
 @PLATFORMS
 def test_a_node_without_a_prefix_cache_shares_nothing(stepping: ModuleType, platform: Platform) -> None:
     ops = (Arrive(prompt=49, max_tokens=3, group=1, transfer_steps=2),) * 3
-    record = stepping.play(FIXED, Trace(4, 4, 30, ops), platform, role=NodeRole.DECODE, caching=False)
-    assert list(violations(record, 4)) == []
+    record = checked(stepping, Trace(4, 4, 30, ops), platform, caching=False)
     assert [step.read_blocks for step in record.steps if step.loads] == [12], "and nobody waits for another's read"
 
 
@@ -364,8 +362,7 @@ def _loading(record: Record) -> list[Step]:
 def test_a_slot_that_is_free_is_taken_at_once(stepping: ModuleType, platform: Platform) -> None:
     """While KV that takes eight steps is read, other samples decode: no step of two slots has fewer rows than two."""
     ops = (Arrive(prompt=16, max_tokens=10, transfer_steps=8),) * 12
-    record = stepping.play(FIXED, Trace(2, 2, 99, ops), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 2)) == []
+    record = checked(stepping, Trace(2, 2, 99, ops), platform)
     begun = next(i for i, step in enumerate(record.steps) if step.rows)
     ended = max(i for i, step in enumerate(record.steps) if len(step.rows) == 2)
     idle = [i for i, step in enumerate(record.steps[begun:ended]) if step.running < 2]
@@ -389,7 +386,7 @@ def test_zeroing_what_is_read_breaks_the_rules(
     """vLLM leaves out the blocks that it begins to read into: the read may be done before they are zeroed."""
     manager = load("vllm.v1.core.kv_cache_manager").KVCacheManager
     trace = Trace(slots=2, chunk=2, blocks=9, ops=(Arrive(prompt=40, max_tokens=20),) * 2)
-    assert list(violations(stepping.play(FIXED, trace, platform, role=NodeRole.DECODE), 2)) == []
+    checked(stepping, trace, platform)
     monkeypatch.setattr(manager, "get_zeroing_block_ids_in_range", lambda *_: [])
     record = stepping.play(FIXED, trace, platform, role=NodeRole.DECODE)
     assert set(violations(record, 2)) == {"KV is zeroed that somebody needs"}
@@ -422,5 +419,4 @@ def test_an_abort_frees_at_every_stage(stepping: ModuleType, platform: Platform,
     """Waiting, while its KV is read, and while it decodes; one slot, so another request follows it."""
     first = Arrive(prompt=33, max_tokens=9, transfer_steps=3, fails=fails)
     ops = (first, Arrive(prompt=16, max_tokens=2), Run(steps) if steps else Abort(1), Abort(0))
-    record = stepping.play(FIXED, Trace(1, 1, 9, ops), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 1)) == []
+    checked(stepping, Trace(1, 1, 9, ops), platform)
