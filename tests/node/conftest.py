@@ -1,4 +1,5 @@
-"""The worker half of vLLM's NIXL connector with our checks, without an agent behind it."""
+"""Torch, as an engine loads it, and the worker half of vLLM's NIXL connector with our checks, without an agent behind
+it."""
 
 from __future__ import annotations
 
@@ -20,6 +21,11 @@ from tests.node.worker_half import FOREVER, Agent, Judgements
 
 
 @pytest.fixture(scope="module")
+def torch() -> Any:
+    return load("torch")
+
+
+@pytest.fixture(scope="module")
 def module() -> ModuleType:
     return load("corun.node.kv.connector")
 
@@ -33,7 +39,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Judgements:
 
 @pytest.fixture
 def connector(module: ModuleType, judged: Judgements) -> Any:
-    """A connector whose worker holds the KV of "a", "b" and "c", and has an inbox instead of a NIXL agent."""
+    """A connector whose worker holds the KV of "a", "b" and "c", and has an inbox instead of a NIXL agent. `seen`
+    has the orders that vLLM would get."""
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker")
     # No agent is made, so there is none to end.
     cls = type("Worker", (nixl.NixlPullConnectorWorker,), {"__del__": lambda self: None})
@@ -66,6 +73,8 @@ def connector(module: ModuleType, judged: Judgements) -> Any:
     made._warming = {}
     made._copied, made._regions = set(), []
     made.expired, made._block_size = 0, 16
+    made.seen = []
+    worker.start_load_kv = made.seen.append
     made.handoffs = module.Handoffs()
     made.table = StampTable(8)
     made.watch(lambda blocks: np.array([5] * len(blocks), np.uint64))

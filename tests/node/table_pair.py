@@ -11,22 +11,15 @@ import numpy as np
 
 from corun.node.kv.judging import Claim, Judgement, Verdict
 from corun.node.kv.stamps import PeerTable, StampTable
+from tests.node.worker_half import stamps
 
 A, B = 2**64 - 2, 123
 """Owners; the first one's stamps pass 2^64."""
 
 
-def rows(*owners: int) -> Any:
-    return np.array([[owner, 0] for owner in owners], np.uint64)
-
-
-def made(*values: int) -> bytes:
-    return np.array(values, np.uint64).tobytes()
-
-
 def of(first: int, count: int) -> bytes:
     """Stamps that count up."""
-    return made(*((first + i) % 2**64 for i in range(count)))
+    return stamps(*((first + i) % 2**64 for i in range(count)))
 
 
 CLAIM = Claim(stamps=of(B, 3), first=0, engine_id="engine", request_id="r", theirs=(8, 9, 2), ours=(1, 2, 3))

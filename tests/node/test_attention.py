@@ -22,11 +22,6 @@ PROCESSORS = 132
 
 
 @pytest.fixture(scope="module")
-def torch() -> Any:
-    return load("torch")
-
-
-@pytest.fixture(scope="module")
 def attention() -> Any:
     return load("corun.node.vllm.attention")
 

@@ -24,11 +24,6 @@ def blas() -> ModuleType:
     return load("corun.node.vllm.blas")
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return load("torch")
-
-
 class Library:
     """libcublasLt as `Heuristic` calls it: it keeps what it is told, and answers by the number of rows."""
 

@@ -20,7 +20,7 @@ from corun.node.kv.judging import Claim
 from corun.node.kv.paced_reads import Read
 from corun.node.kv.stamps import Owned, PeerTable
 from tests.loading import load
-from tests.node.worker_half import FOREVER, STAMPS, Judgements, stamps
+from tests.node.worker_half import FOREVER, STAMPS, Judgements, stamps, step
 
 PEER = ("p0", "127.0.0.1", 7000, 2, (4096, 8192))
 
@@ -389,15 +389,11 @@ def test_owners_are_named_before_the_runner_zeroes_their_blocks(
 
 def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -> None:
     """vLLM replaces them with its kernels' when it starts to read. A read without blocks only tells the peer."""
-    worker = connector.connector_worker
+    ordered = connector.connector_worker._recving_metadata
     reads(connector, "a", claimed=False)
     reads(connector, "aborted", claimed=False)
-    connector._connector_metadata = meta = module.HandoffMetadata()
-    meta.reqs_to_recv = {name: worker._recving_metadata[name] for name in ("a", "aborted")}
-    meta.reqs_to_recv["aborted"].local_block_ids = []
-    meta.stamps = {"a": STAMPS, "aborted": STAMPS}
-    worker.start_load_kv = lambda meta: None
-    connector.start_load_kv(None)
+    ordered["aborted"].local_block_ids = []
+    step(module, connector, reqs_to_recv={**ordered}, stamps=dict.fromkeys(ordered, STAMPS))
     assert connector._claims == {"a": claim("a")}
 
 
@@ -408,10 +404,7 @@ def test_claims_are_on_the_blocks_that_vllm_reads(connector: Any, module: Module
     reads(connector, "a", claimed=False)
     read = worker._recving_metadata["a"]
     read.local_block_ids = (ours,)
-    connector._connector_metadata = meta = module.HandoffMetadata()
-    meta.reqs_to_recv, meta.stamps = {"a": read}, {"a": STAMPS}
-    worker.start_load_kv = lambda meta: None
-    connector.start_load_kv(None)
+    step(module, connector, reqs_to_recv={"a": read}, stamps={"a": STAMPS})
     found = connector._claims["a"]
     (mine,), (theirs,) = worker._apply_prefix_caching((ours,), read.remote.block_ids, 1)
     assert (found.ours, found.theirs) == (tuple(mine), tuple(theirs))

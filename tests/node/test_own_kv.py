@@ -13,7 +13,7 @@ from corun.node.kv.stamps import stamps as block_stamps
 from corun.types import NodeRef
 from prefill_node.sharing import KEEPER
 from tests.loading import load
-from tests.node.worker_half import STAMPS, stamps
+from tests.node.worker_half import STAMPS, stamps, step
 
 WORDS = 6
 
@@ -27,19 +27,7 @@ def own(connector: Any) -> Any:
     connector._regions = [numbers + 100 * layer for layer in (1, 2)]
     connector._digests = digest.KvDigest(connector._regions).of
     connector.table.own((4, 6, 5), STAMPS)
-    connector.seen = []
-    connector.connector_worker.start_load_kv = connector.seen.append
     return connector
-
-
-def step(module: ModuleType, connector: Any, **orders: Any) -> Any:
-    """Run a step of the worker with these orders, up to its forward pass, and return the orders that vLLM gets."""
-    meta = module.HandoffMetadata()
-    vars(meta).update(orders)
-    connector._connector_metadata = meta
-    connector.handle_preemptions(meta)
-    connector.start_load_kv(None)
-    return connector.seen[-1]
 
 
 def sample(ours: list[int], *, name: str = "a", engine_id: str = "self", theirs: list[int] | None = None) -> Any:

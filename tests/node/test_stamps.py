@@ -25,7 +25,7 @@ from corun.node.kv.stamps import (
     runs,
     stamps,
 )
-from tests.node.table_pair import A, B, Broken, TablePair, made, of
+from tests.node.table_pair import A, B, Broken, TablePair, of
 
 
 def test_a_stamp_is_the_owners_name_and_the_tokens_up_to_the_blocks_end() -> None:
@@ -35,7 +35,7 @@ def test_a_stamp_is_the_owners_name_and_the_tokens_up_to_the_blocks_end() -> Non
     assert digests.tolist() == [int.from_bytes(_sha256(prompt[:end])[:8], "little") for end in (16, 32, 37)]
     assert digests[0] == 0x33B762DFACF21801
     expected = [(name + int(digest)) % 2**64 for name, digest in zip((A, B, B), digests, strict=True)]
-    assert stamps([(A, 1), (B, 2)], prompt, 16) == made(*expected)
+    assert stamps([(A, 1), (B, 2)], prompt, 16) == np.array(expected, np.uint64).tobytes()
     assert (OWNER, DIGEST, STAMP_BYTES) == (0, 1, 8), "other builds read them"
     with pytest.raises(AssertionError):
         stamps([(A, 1), (B, 1)], prompt, 16)

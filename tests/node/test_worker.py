@@ -16,11 +16,6 @@ def worker() -> Any:
     return load("corun.node.vllm.worker")
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return load("torch")
-
-
 @pytest.fixture
 def model(torch: Any) -> Any:
     """Parameters of several parts, strided ones, a scalar, nothing at all."""

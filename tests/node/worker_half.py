@@ -1,8 +1,8 @@
-"""What the tests of the connector's worker half put in place of NIXL's agent and of judgements."""
+"""What the tests of the connector's worker half put in place of NIXL's agent and of judgements, and a step of it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,16 @@ def stamps(*values: int) -> bytes:
 
 
 STAMPS = stamps(77, 78, 79)
+
+
+def step(module: ModuleType, connector: Any, **orders: Any) -> Any:
+    """Run a step of the worker with these orders, up to its forward pass, and return the orders that vLLM gets."""
+    meta = module.HandoffMetadata()
+    vars(meta).update(orders)
+    connector._connector_metadata = meta
+    connector.handle_preemptions(meta)
+    connector.start_load_kv(None)
+    return connector.seen[-1]
 
 
 class Agent:
