@@ -188,13 +188,13 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def refused(worker: Any, **before: str) -> str:
-    """Return why `mixed` is refused; before: what the other parts of the test have refused, and why."""
-    test = worker.prefill.FreedomTest(worker, [*before, "mixed"])
+def refused(worker: Any, freedom: str = "mixed", **before: str) -> str:
+    """Return why a freedom is refused; before: what is known before its test to be refused, and why."""
+    test = worker.prefill.FreedomTest(worker, [*before, freedom])
     test.refused |= before
-    worker.test_mixed(test)
+    getattr(worker, f"test_{freedom}")(test)
     assert (test.evidence().comparisons > 0) == bool(worker.model.steps)
-    return str(test.refused["mixed"])
+    return str(test.refused[freedom])
 
 
 def test_mixed_is_granted_where_nothing_leaks(worker: Any) -> None:
@@ -224,10 +224,8 @@ def test_mixed_is_not_tested_if_it_is_not_wanted(worker: Any, wanted: list[str])
 
 
 def test_what_is_known_of_it_before_refuses_it(worker: Any) -> None:
-    test = worker.prefill.FreedomTest(worker, ["packed", "mixed"])
-    test.refused["mixed"] = "the algorithm follows the number of rows"
-    worker.test_mixed(test)
-    assert (test.refused["mixed"], worker.model.steps) == ("the algorithm follows the number of rows", [])
+    assert refused(worker, packed="", mixed="the algorithm follows rows") == "the algorithm follows rows"
+    assert worker.model.steps == []
 
 
 @pytest.mark.parametrize(
@@ -237,27 +235,21 @@ def test_what_is_known_of_it_before_refuses_it(worker: Any) -> None:
 def test_scores_are_those_of_generation_where_prompts_may_be_cut(
     worker: Any, before: dict[str, str], reason: str
 ) -> None:
-    test = worker.prefill.FreedomTest(worker, [*before, "scores"])
-    test.refused |= before
-    worker.test_scores(test)
-    assert reason in test.refused["scores"]
-    assert bool(test.refused["scores"]) == bool(reason) == (not worker.model.steps)
+    found = refused(worker, "scores", **before)
+    assert reason in found
+    assert bool(found) == bool(reason) == (not worker.model.steps)
 
 
 def test_scores_are_tested_with_greedy_tokens(worker: Any) -> None:
     """Others follow their place in the output, which is not the same in rows and in a prompt."""
     drawn: set[float] = set()
     worker.model = a_model(lambda row, batch, sequence: drawn.add(sequence.sampling.temperature))
-    test = worker.prefill.FreedomTest(worker, ["chunks", "scores"])
-    worker.test_scores(test)
-    assert (test.refused["scores"], drawn) == ("", {0.0})
+    assert (refused(worker, "scores", chunks=""), drawn) == ("", {0.0})
 
 
 def test_scores_are_not_those_of_generation_where_rows_differ(worker: Any) -> None:
     worker.model = a_model(in_a_row)
-    test = worker.prefill.FreedomTest(worker, ["chunks", "scores"])
-    worker.test_scores(test)
-    assert "differs first" in test.refused["scores"]
+    assert "differs first" in refused(worker, "scores", chunks="")
 
 
 def test_steps_are_of_the_kind_that_the_scheduler_says(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
