@@ -6,14 +6,7 @@ from dataclasses import dataclass, field
 
 from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.client.routers import check_timeout, read_addresses
-from corun.config.fields import (
-    CLIENT_TIMEOUT_S,
-    MAX_MESSAGE_BYTES,
-    HttpConfig,
-    TlsConfig,
-    checked,
-    integer,
-)
+from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, HttpConfig, TlsConfig, checked, integer
 from corun.rpc.auth import read_token
 
 _TIMEOUT = checked(check_timeout)

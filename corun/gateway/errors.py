@@ -12,12 +12,7 @@ from typing import Any
 
 import grpc
 
-from corun.errors import (
-    CorunError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    shown,
-)
+from corun.errors import CorunError, InvalidArgumentError, PermissionDeniedError, shown
 
 STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
