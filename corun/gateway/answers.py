@@ -15,8 +15,10 @@ from corun.client.client import AsyncClient
 from corun.completion import Assembler, Chunk
 from corun.errors import InvalidArgumentError
 from corun.gateway.echoes import Echo, scored
+from corun.gateway.errors import naming
 from corun.gateway.requests import CompletionRequest
-from corun.gateway.responses import COMPLETION, Shape, echoed, with_echoes
+from corun.gateway.responses import Shape, echoed, with_echoes
+from corun.types import Tokens
 
 QUEUED_CHUNKS = 64
 """The most chunks of several prompts that wait to be written."""
@@ -25,20 +27,15 @@ Chunks = AsyncGenerator[Chunk, None]
 Numbered = AsyncGenerator[tuple[int, Chunk], None]
 
 
-async def completion(asked: CompletionRequest, client: AsyncClient, model: str) -> dict[str, Any]:
-    """Return the whole answer to a request for /v1/completions. model: the name that the answer gives the model."""
-    asked = await translated(asked, client)
-    echoes = await echoes_of(asked, client) if asked.scores else ()
+async def whole(asked: CompletionRequest, client: AsyncClient, shape: Shape, model: str) -> dict[str, Any]:
+    """Run a request and return its whole answer. What is large in it is made when it is sent (`responses.parts`).
+
+    model: the name that the answer gives the model. A completion must have been `translated`.
+    """
+    echoes = await _echoes_of(asked, client) if asked.scores else ()
+    begun = shape.head(asked, model)
     if not asked.draws:
-        return echoed(COMPLETION.head(asked, model), asked, echoes)
-    return await whole(asked, client, COMPLETION, COMPLETION.head(asked, model), echoes)
-
-
-async def whole(
-    asked: CompletionRequest, client: AsyncClient, shape: Shape, begun: dict[str, Any], echoes: Sequence[Echo] = ()
-) -> dict[str, Any]:
-    """Run a request and return its whole answer, which begins with the fields `begun`. What is large in it is made when
-    it is sent (`responses.parts`). echoes: its prompts, scored."""
+        return echoed(begun, asked, echoes)
     found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
     async with aclosing(chunks_of(asked, client)) as chunks:
         async for index, chunk in chunks:
@@ -70,7 +67,13 @@ async def translated(asked: CompletionRequest, client: AsyncClient) -> Completio
     return replace(asked, prompts=tuple(prompts), texts=tuple(texts))
 
 
-async def echoes_of(asked: CompletionRequest, client: AsyncClient) -> list[Echo]:
+async def tokens_of_chat(text: str, client: AsyncClient, with_spellings: bool = False) -> Tokens:
+    """Return the tokens of a chat that was rendered. The client knows its text as messages only."""
+    with naming("prompt", "messages", whole=True):
+        return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
+
+
+async def _echoes_of(asked: CompletionRequest, client: AsyncClient) -> list[Echo]:
     """Return the prompts of a request, scored. The first error ends the others."""
 
     async def one(index: int) -> Echo:

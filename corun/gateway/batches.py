@@ -16,13 +16,13 @@ from typing import Any
 
 from corun.client.client import AsyncClient
 from corun.config.extras import needs_extra
-from corun.errors import CorunError, InvalidArgumentError, NotFoundError, PermissionDeniedError, UnavailableError, shown
-from corun.gateway.answers import completion, whole
+from corun.errors import CorunError, InvalidArgumentError, NotFoundError, PermissionDeniedError, UnavailableError
+from corun.gateway.answers import tokens_of_chat, translated, whole
 from corun.gateway.chat_responses import CHAT
 from corun.gateway.config import GatewayConfig
-from corun.gateway.errors import STATUSES, body_of, naming
-from corun.gateway.requests import CompletionRequest, read_json, read_request
-from corun.gateway.responses import plain
+from corun.gateway.errors import STATUSES, body_of
+from corun.gateway.requests import CompletionRequest, check_model, read_json, read_request
+from corun.gateway.responses import COMPLETION, plain
 from corun.params import MAX_REQUEST_ID_LENGTH, check_text
 from corun.types import ModelStatus, TemplateSource
 
@@ -123,7 +123,7 @@ class Answers:
         Raises the errors of the cluster, such as OverloadedError.
         """
         try:
-            status, body = 200, await self._body(request)
+            status, body = 200, plain(await self._answer(request))
         except REFUSALS as error:
             if isinstance(error, PermissionDeniedError) and error.field not in request.body:
                 raise  # The priority of the whole run is refused.
@@ -131,26 +131,21 @@ class Answers:
         response = {"status_code": status, "request_id": request.request_id, "body": body}
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
-    async def _body(self, request: Request) -> Row:
-        body: Row = plain(await self._answer(request))
-        return body
-
     async def _answer(self, request: Request) -> Row:
         model, sent = await self._served(), json.dumps({"priority": self._priority, **request.body}).encode()
         if request.url == COMPLETIONS:
             asked = read_request(sent, request_id=request.request_id, max_prompts=self._config.max_prompts)
             _check(asked, model.name)
-            return await completion(asked, self._client, model.name)
+            return await whole(await translated(asked, self._client), self._client, COMPLETION, model.name)
         with needs_extra("a batch of chats", "router"):  # Only chats need jinja2.
             chats = importlib.import_module("corun.gateway.chats")
         chat = chats.read_chat_request(sent, request_id=request.request_id)
         _check(chat.asked, model.name)
         template = self._template = self._template or await self._client.get_chat_template()
         text, style = await asyncio.to_thread(chat.render, template, model.max_prompt_bytes)
-        with naming("prompt", "messages", whole=True):
-            prompt = (await self._client.tokenize(text, add_special_tokens=False)).token_ids
+        prompt = (await tokens_of_chat(text, self._client)).token_ids
         asked = chat.with_prompt(prompt, style, model.max_model_len, self._config.chat_max_tokens)
-        return await whole(asked, self._client, CHAT, CHAT.head(asked, model.name))
+        return await whole(asked, self._client, CHAT, model.name)
 
     async def _served(self) -> ModelStatus:
         if self._model is None:
@@ -163,8 +158,7 @@ class Answers:
 def _check(asked: CompletionRequest, served: str) -> None:
     if asked.stream:
         raise InvalidArgumentError("stream", True, "must be false in a batch: answers come whole")
-    if asked.model not in (None, served):
-        raise NotFoundError(f"the model {shown(asked.model)} does not exist: this is {served!r}")
+    check_model(asked.model, served)
 
 
 def _error(error: CorunError, number: int) -> Row:

@@ -8,7 +8,7 @@ cluster and frees its slots. This module must not know routes, nor how clients a
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,25 +16,23 @@ from typing import TypeVar
 from aiohttp import web
 
 from corun.client.client import AsyncClient
-from corun.errors import NotFoundError, shown
 from corun.gateway.activity import Prompts
-from corun.gateway.answers import Numbered, chunks_of, echoes_of, translated, whole
+from corun.gateway.answers import Numbered, chunks_of, tokens_of_chat, translated, whole
 from corun.gateway.bodies import Limits, Room, read_body
 from corun.gateway.chat_responses import CHAT
 from corun.gateway.chats import Chat, ChatRequest, read_chat_request, read_detokenize, read_tokenize
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
-from corun.gateway.echoes import Echo
 from corun.gateway.errors import naming
 from corun.gateway.failures import typed
 from corun.gateway.renders import Renders
-from corun.gateway.requests import CompletionRequest, read_request
+from corun.gateway.requests import CompletionRequest, check_model, read_request
 from corun.gateway.response_items import shape
 from corun.gateway.response_requests import named, read_response_request
-from corun.gateway.responses import COMPLETION, Events, Shape, echoed, parts
+from corun.gateway.responses import COMPLETION, Events, Shape, parts
 from corun.gateway.streams import EventStream, send_whole
 from corun.observe.trace_context import TRACEPARENT, read, within
-from corun.types import TemplateSource, Tokens
+from corun.types import TemplateSource
 
 T = TypeVar("T")
 
@@ -53,10 +51,6 @@ class _Incoming:
         """The id in the header; None if there is none, or an empty one, which proxies send for none."""
         return self.request.headers.get("X-Request-Id") or None
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, self.served.name):
-            raise NotFoundError(f"the model {shown(name)} does not exist: this is {self.served.name!r}")
-
 
 class Completions:
     """Answers the requests that need tokens."""
@@ -73,22 +67,18 @@ class Completions:
         """Handle a completion request."""
         async with self._incoming(request) as incoming:
             asked = read_request(incoming.body, request_id=incoming.request_id, max_prompts=self._config.max_prompts)
-            incoming.check_model(asked.model)
+            check_model(asked.model, incoming.served.name)
             calls = len(asked.prompts)
             with self.activity.more(calls - 1), self._clients.lease(incoming.token, calls) as client:
                 with self.activity.told():
                     asked = await translated(asked, client)
-                    echoes = await echoes_of(asked, client) if asked.scores else ()
-                if not asked.draws:
-                    answer = echoed(COMPLETION.head(asked, incoming.served.name), asked, echoes)
-                    return await send_whole(request, parts(answer), self._config.client_timeout_s)
-                return await self._run(incoming, asked, client, COMPLETION, echoes)
+                return await self._run(incoming, asked, client, COMPLETION)
 
     async def post_chat(self, request: web.Request) -> web.StreamResponse:
         """Handle a request for the answer to a chat."""
         async with self._incoming(request) as incoming:
             chat = read_chat_request(incoming.body, request_id=incoming.request_id)
-            incoming.check_model(chat.asked.model)
+            check_model(chat.asked.model, incoming.served.name)
             with self._clients.lease(incoming.token) as client:
                 asked = await self._with_prompt(incoming, chat, client)
                 return await self._run(incoming, asked, client, CHAT)
@@ -97,7 +87,7 @@ class Completions:
         """Handle a request for the answer to a conversation of items."""
         async with self._incoming(request) as incoming:
             read = read_response_request(incoming.body, request_id=incoming.request_id)
-            incoming.check_model(read.chat.asked.model)
+            check_model(read.chat.asked.model, incoming.served.name)
             with self._clients.lease(incoming.token) as client:
                 with named(read.sources):
                     asked = await self._with_prompt(incoming, read.chat, client)
@@ -107,11 +97,11 @@ class Completions:
         """Answer with the tokens of a text or of a chat."""
         async with self._incoming(request) as incoming:
             asked = read_tokenize(incoming.body)
-            incoming.check_model(asked.model)
+            check_model(asked.model, incoming.served.name)
             with self._clients.lease(incoming.token) as client, self.activity.told():
                 if isinstance(asked.prompt, Chat):
                     text = await self._rendered(incoming, asked.prompt.render)
-                    found = await self._tokens_of_chat(text, client, asked.return_token_strs)
+                    found = await tokens_of_chat(text, client, asked.return_token_strs)
                 else:
                     with naming("prompt", "prompt", whole=True):
                         found = await client.tokenize(
@@ -131,7 +121,7 @@ class Completions:
         """Answer with the text of tokens."""
         async with self._incoming(request) as incoming:
             model, token_ids = read_detokenize(incoming.body)
-            incoming.check_model(model)
+            check_model(model, incoming.served.name)
             with self._clients.lease(incoming.token) as client, naming("token_ids", "tokens"), self.activity.told():
                 return web.json_response({"prompt": await client.detokenize(token_ids)})
 
@@ -151,7 +141,7 @@ class Completions:
         """Return the request for the prompt that a chat becomes."""
         with self.activity.told():
             text, style = await self._rendered(incoming, chat.render)
-            prompt = (await self._tokens_of_chat(text, client)).token_ids
+            prompt = (await tokens_of_chat(text, client)).token_ids
             return chat.with_prompt(prompt, style, incoming.served.max_model_len, self._config.chat_max_tokens)
 
     async def _rendered(self, incoming: _Incoming, render: Callable[[TemplateSource, int], T]) -> T:
@@ -161,25 +151,17 @@ class Completions:
             incoming.token, functools.partial(render, template, incoming.served.max_prompt_bytes)
         )
 
-    async def _tokens_of_chat(self, text: str, client: AsyncClient, with_spellings: bool = False) -> Tokens:
-        with naming("prompt", "messages", whole=True):
-            return await client.tokenize(text, add_special_tokens=False, with_spellings=with_spellings)
-
     async def _run(
-        self,
-        incoming: _Incoming,
-        asked: CompletionRequest,
-        client: AsyncClient,
-        shape: Shape,
-        echoes: Sequence[Echo] = (),
+        self, incoming: _Incoming, asked: CompletionRequest, client: AsyncClient, shape: Shape
     ) -> web.StreamResponse:
-        """Run a request and answer it in this shape. echoes: the scores of its prompts, for a whole answer."""
-        begun = shape.head(asked, incoming.served.name)
+        """Run a request and answer it in this shape."""
+        model = incoming.served.name
         if asked.stream:
+            events = shape.events(shape.head(asked, model), asked)
             async with aclosing(chunks_of(asked, client)) as chunks:
-                return await self._stream(incoming.request, shape.events(begun, asked), chunks)
+                return await self._stream(incoming.request, events, chunks)
         with self.activity.told():
-            answer = await whole(asked, client, shape, begun, echoes)
+            answer = await whole(asked, client, shape, model)
         return await send_whole(incoming.request, parts(answer), self._config.client_timeout_s)
 
     async def _stream(self, request: web.Request, events: Events, chunks: Numbered) -> web.StreamResponse:

@@ -14,7 +14,7 @@ from typing import Any
 from corun import strict_json
 from corun.client.request import read_priority
 from corun.completion import Prompt
-from corun.errors import InvalidArgumentError, Shown
+from corun.errors import InvalidArgumentError, NotFoundError, Shown, shown
 from corun.gateway.errors import SAMPLING, naming
 from corun.gateway.tools import Calls
 from corun.params import (
@@ -232,6 +232,12 @@ def check_known(fields: Mapping[str, Any], known: Sequence[str], fixed: Fixed) -
         allowed, limit = fixed[name]
         if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
             raise InvalidArgumentError(name, value, limit)
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raise NotFoundError if a request asks for another model than the one that is served."""
+    if asked not in (None, served):
+        raise NotFoundError(f"the model {shown(asked)} does not exist: this is {served!r}")
 
 
 def read_params(fields: Mapping[str, Any], *, logprobs: bool, **more: Any) -> SamplingParams:
