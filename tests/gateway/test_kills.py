@@ -13,7 +13,7 @@ import pytest
 
 from corun.gateway import kills as gateway_kills
 from tests.clusters import FakeCluster, cluster
-from tests.gateway.serving import joined, serving
+from tests.gateway.serving import Http, joined, serving
 from tests.secrets import Secrets
 
 LONG = {"prompt": [1, 2], "max_tokens": 300, "seed": 1, "request_id": "mine", "logprobs": 0}
@@ -41,6 +41,17 @@ async def supervisor(fake: FakeCluster, directory: Path, refused: str = "") -> A
         await asyncio.gather(*killed)
 
 
+@asynccontextmanager
+async def killing(model: str, directory: Path, refused: str = "") -> AsyncIterator[tuple[FakeCluster, Http]]:
+    """A cluster with two decode nodes, and a gateway whose clients may have them killed."""
+    async with (
+        cluster(model, decodes=2) as fake,
+        supervisor(fake, directory, refused) as allowed,
+        serving(fake, **allowed) as http,
+    ):
+        yield fake, http
+
+
 async def answered(http: Any, request_id: Any = "mine", **options: Any) -> tuple[int, Any]:
     status, answer, _ = await http.post({"request_id": request_id}, "/playground/kill", **options)
     return status, answer if status == 200 else answer["error"]["message"]
@@ -51,11 +62,7 @@ async def drawing(fake: FakeCluster, more_than: int = 0) -> None:
 
 
 async def test_a_stream_goes_on_with_the_same_bits(model: str, tmp_path: Path) -> None:
-    async with (
-        cluster(model, decodes=2) as fake,
-        supervisor(fake, tmp_path) as allowed,
-        serving(fake, **allowed) as http,
-    ):
+    async with killing(model, tmp_path) as (fake, http):
         assert await http.get("/playground/kill") == (200, {"refused": ""})
         alone = joined(await http.stream(**LONG))
         running = asyncio.ensure_future(http.stream(**LONG))
@@ -98,11 +105,7 @@ async def test_a_supervisor_that_is_gone_or_refuses(
         assert (await answered(http))[0] == 503
         await running
     why = "decode-1 is not in use yet"
-    async with (
-        cluster(model, decodes=2) as fake,
-        supervisor(fake, tmp_path, why) as allowed,
-        serving(fake, **allowed) as http,
-    ):
+    async with killing(model, tmp_path, why) as (fake, http):
         assert await http.get("/playground/kill") == (200, {"refused": why})
         running = asyncio.ensure_future(http.stream(**LONG))
         await drawing(fake)
@@ -113,11 +116,7 @@ async def test_a_supervisor_that_is_gone_or_refuses(
 
 @pytest.mark.parametrize("request_id", ["", None, 1, "x" * 200, "other"])
 async def test_only_a_request_that_runs(model: str, tmp_path: Path, request_id: Any) -> None:
-    async with (
-        cluster(model, decodes=2) as fake,
-        supervisor(fake, tmp_path) as allowed,
-        serving(fake, **allowed) as http,
-    ):
+    async with killing(model, tmp_path) as (fake, http):
         running = asyncio.ensure_future(http.stream(**LONG))
         await drawing(fake)
         status, message = await answered(http, request_id)
@@ -129,7 +128,7 @@ async def test_only_a_request_that_runs(model: str, tmp_path: Path, request_id: 
 
 async def test_tries_are_rare(model: str, tmp_path: Path) -> None:
     """Each costs a question to a router and wakes `corun up`."""
-    async with cluster(model) as fake, supervisor(fake, tmp_path) as allowed, serving(fake, **allowed) as http:
+    async with killing(model, tmp_path) as (_, http):
         found: Sequence[int] = [status for status, _ in [await answered(http) for _ in range(3)]]
         assert found == [404, 429, 429]
 
