@@ -25,7 +25,6 @@ from corun.gateway.config import GatewayConfig
 from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import MAX_MODEL_LEN
-from router.service import ClusterService
 from tests.clusters import cluster
 from tests.gateway.serving import PROMPT, serving, with_tokens
 
@@ -79,16 +78,8 @@ async def test_without_a_token_no_body_is_read_nor_asked_for(model: str, tmp_pat
 
 
 async def test_a_token_is_shown_to_the_router_once_in_a_while(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    answer = ClusterService.GetCluster
-
-    async def noting(*args: Any) -> Any:
-        asked.append(1)
-        return await answer(*args)
-
-    monkeypatch.setattr(ClusterService, "GetCluster", noting)
     async with with_tokens(model, tmp_path) as (_, http, secrets):
         good, wrong = ({"Authorization": f"Bearer {token}"} for token in (secrets.token("client"), "wrong-" * 5))
         body = {"prompt": list(PROMPT), "max_tokens": 1}

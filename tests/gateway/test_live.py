@@ -23,7 +23,6 @@ from corun.params import SamplingParams
 from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
 from corun.types import NodeState
-from router.service import ClusterService
 from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import Http, serving
 from tests.router.asking import token_of, with_tokens
@@ -56,20 +55,6 @@ async def events(http: Http, token: str = "") -> AsyncIterator[AsyncIterator[Any
                     yield json.loads(line[6:])
 
         yield each()
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests of GetCluster that routers got."""
-    seen: list[Any] = []
-    answer = ClusterService.GetCluster
-
-    async def noting(self: Any, request: Any, context: Any) -> Any:
-        seen.append(request)
-        return await answer(self, request, context)
-
-    monkeypatch.setattr(ClusterService, "GetCluster", noting)
-    return seen
 
 
 @asynccontextmanager

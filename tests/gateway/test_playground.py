@@ -19,9 +19,8 @@ from corun.gateway.playground import LOOPBACK, UNKNOWN
 from tests.browser import Browser, Page, browser, needs_chromium
 from tests.clusters import FakeCluster, cluster
 from tests.gateway.foreign import PARTS_AT, foreign
-from tests.gateway.serving import Http, serving
+from tests.gateway.serving import Http, serving, with_tokens
 from tests.gateway.test_kills import supervisor
-from tests.secrets import Secrets
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 STEP_MS = 10.0
@@ -256,10 +255,7 @@ async def test_a_cluster_that_is_away_and_comes_back(model: str, chromium: Brows
 
 @needs_chromium
 async def test_a_token_is_asked_for(model: str, chromium: Browser, tmp_path: Path) -> None:
-    secrets = Secrets.make(tmp_path)
-    own = {"tls_ca": secrets.path("ca.pem")}
-    guarded = cluster(model, client=secrets.client, **secrets.settings)
-    async with guarded as fake, serving(fake, **own) as http:
+    async with with_tokens(model, tmp_path) as (_, http, secrets):
         page = await chromium.page()
         await page.open(http.gateway.url + "/playground")
         await page.until("document.querySelector('#sign-in').open")
