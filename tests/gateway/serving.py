@@ -42,18 +42,32 @@ class Http:
             is_json = response.content_type == "application/json"
             return response.status, await (response.json() if is_json else response.read()), response.headers
 
-    async def complete(self, **fields: Any) -> Any:
-        status, answer, _ = await self.post({"prompt": list(PROMPT), **fields})
+    async def answer(self, body: Any, path: str) -> Any:
+        status, answer, _ = await self.post(body, path)
         assert status == 200, answer
         return answer
 
-    async def stream(self, **fields: Any) -> list[Any]:
+    async def events(self, body: Any, path: str) -> list[Any]:
         """The events of a stream without the last, which is checked."""
-        body = {"prompt": list(PROMPT), "stream": True, **fields}
-        async with self.session.post(self.gateway.url + "/v1/completions", json=body) as response:
+        async with self.session.post(self.gateway.url + path, json={"stream": True, **body}) as response:
             text = await response.text()
             assert (response.status, response.content_type) == (200, "text/event-stream"), text
         return read_events(text)
+
+    async def complete(self, **fields: Any) -> Any:
+        return await self.answer({"prompt": list(PROMPT), **fields}, "/v1/completions")
+
+    async def stream(self, **fields: Any) -> list[Any]:
+        return await self.events({"prompt": list(PROMPT), **fields}, "/v1/completions")
+
+    async def refused(self, body: Any, path: str = "/v1/completions") -> str:
+        """The field for which a request is refused."""
+        status, answer, _ = await self.post(body, path)
+        error = answer["error"]
+        assert (status, error["code"], error["type"]) == (400, 400, "invalid_request_error"), (body, answer)
+        assert error["message"] == f"{error['param']} = {error['value']}: {error['limit']}"
+        assert error["limit"]
+        return str(error["param"])
 
 
 def read_events(text: str) -> list[Any]:

@@ -110,5 +110,4 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "field"), REFUSALS)
 async def test_refusals_name_the_field(model: str, fields: dict[str, Any], field: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
-        status, answer, _ = await http.post({"prompt": list(PROMPT), **fields})
-        assert (status, answer["error"]["param"]) == (400, field), answer
+        assert await http.refused({"prompt": list(PROMPT), **fields}) == field

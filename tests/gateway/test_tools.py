@@ -18,7 +18,7 @@ from corun.testing import engines
 from corun.types import TemplateSource
 from router.text import Tokenizer
 from tests.clusters import cluster
-from tests.gateway.serving import Http, read_events, serving
+from tests.gateway.serving import Http, serving
 from tests.gateway.test_tool_calls import LLAMA, QWEN
 from tests.over_fakes import SPECIAL
 
@@ -62,15 +62,11 @@ ENDS = {"stop_token_ids": [SPECIAL["<|im_end|>"]], "max_completion_tokens": 200}
 
 
 async def whole(http: Http, **fields: Any) -> Any:
-    status, answer, _ = await http.post({"messages": MESSAGES, "tools": TOOLS, **ENDS, **fields}, CHAT)
-    assert status == 200, answer
-    return answer
+    return await http.answer({"messages": MESSAGES, "tools": TOOLS, **ENDS, **fields}, CHAT)
 
 
 async def streamed(http: Http, **fields: Any) -> list[Any]:
-    body = {"messages": MESSAGES, "tools": TOOLS, "stream": True, **ENDS, **fields}
-    async with http.session.post(http.gateway.url + CHAT, json=body) as response:
-        return read_events(await response.text())
+    return await http.events({"messages": MESSAGES, "tools": TOOLS, **ENDS, **fields}, CHAT)
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:

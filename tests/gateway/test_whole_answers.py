@@ -13,7 +13,7 @@ from aiohttp import web
 
 from corun.gateway import chat_responses, responses
 from corun.gateway.responses import TOKENS_AT_ONCE, Parts, parts, plain
-from corun.gateway.streams import PIECE, send_whole
+from corun.gateway.streams import PIECE, EventStream, send_whole
 from corun.types import Alternatives, FinishReason
 
 TOKENS, TOPS = 1000, 20
@@ -77,14 +77,15 @@ class Client:
     """Stands in for the connection of a client that takes a piece in `waits_s` seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, waits_s: float = 0.0) -> None:
+        self.waits_s = waits_s
         self.taken: list[bytes] = []
         self.transport = mock.Mock()
         self.transport.get_write_buffer_size.return_value = 0 if not waits_s else 60_000
         response = mock.AsyncMock()
 
         async def write(data: bytes) -> None:
-            if waits_s:
-                await asyncio.sleep(waits_s)
+            if self.waits_s:
+                await asyncio.sleep(self.waits_s)
             self.taken.append(data)
 
         response.write = write
@@ -107,6 +108,16 @@ async def test_others_have_their_turn_after_each_piece(monkeypatch: pytest.Monke
     running.cancel()
     assert b"".join(client.taken).decode() == "".join(sent)
     assert turns >= len(sent)
+
+
+async def test_a_client_that_takes_nothing_of_a_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(monkeypatch, waits_s=3600.0)
+    with pytest.raises(ConnectionResetError):
+        await EventStream(client.request, 0.01).send("data: x\n\n")
+    client.transport.abort.assert_called_once()
+    client.waits_s = 0.0
+    await EventStream(client.request, 0.01).send("data: x\n\n")
+    client.transport.abort.assert_called_once()
 
 
 async def test_a_client_that_takes_nothing_of_a_long_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
