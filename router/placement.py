@@ -58,8 +58,8 @@ the new one's prompt has to be computed first. So its slot counts as free where 
 Samples that began together end together. If the node where that happens a moment earlier counted as the emptier one, it
 would get all that follow, and the other would work with few of its slots. In the simulation of two colocated nodes, one
 slower by 1 %, with 512 of 640 requests in flight, that costs 4 % of the throughput (512 tokens in, 256 out) or 8 % (128
-and 1024). On two H200s, one of them decoded 119 of the last 128 samples. With 8 tokens a part is lost; from 32 on
-nothing is, nor with more.
+and 1024). On two H200s, one of them decoded 119 of the last 128 samples. With 8 tokens a part of that is still lost,
+with 32 nothing is, and more gain nothing.
 """
 
 
