@@ -76,10 +76,12 @@ def test_another_failure_of_the_model_ends_the_demo(demo: Any, monkeypatch: pyte
 
 
 def test_a_node_is_found_among_the_processes_of_this_one(demo: Any) -> None:
-    words = [sys.executable, "-c", "input()", "--node-id", "decode-7", "--host", "here"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
-        assert demo.process_of("decode-7") == process.pid
+    words = [sys.executable, "-c", "print(flush=True); input()", "--node-id", "decode-7", "--host", "here"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()  # A process that begins to run another program has no command line for a moment.
+        assert demo.process_of("decode-7") == process.pid
         process.stdin.write(b"\n")
     with pytest.raises(SystemExit, match="decode-7 has no process"):
         demo.process_of("decode-7")
