@@ -101,7 +101,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         if self.finished_req_ids or len(self.requests) > len(self._with_prompt):
             return False
         self._forget_begun()
-        return len(self.requests) == len(self._with_prompt) and self._with_prompt.keys().isdisjoint(self.requests)
+        are_samples = 0 < len(self.requests) == len(self._with_prompt)
+        return are_samples and self._with_prompt.keys().isdisjoint(self.requests)
 
     def _forget_begun(self) -> None:
         waiting = (one for one in self._with_prompt.items() if one[1].status is RequestStatus.WAITING)

@@ -259,6 +259,8 @@ def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_ye
     record = engine.play()
     assert violations(record, trace, stepping) == set()
     assert asked == [False, True, False, True, True, True]
+    engine.scheduler.connector.has_pending_push_work = lambda: True
+    assert engine.scheduler.has_requests(), "vLLM has a reason of its own"
 
 
 @PLATFORMS
