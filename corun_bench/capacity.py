@@ -256,12 +256,12 @@ def _figures(
     }
 
 
-def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+def quantiles(seconds: Sequence[float], shares: Mapping[str, float] = SHARES) -> dict[str, float]:
     """Return the quantiles in milliseconds. Raises UnavailableError if there is nothing to rank."""
     if not seconds:
         raise UnavailableError("nothing came in the time that was measured: it must be longer, or the load smaller")
     ranked, last = sorted(seconds), len(seconds) - 1
-    return {name: round(1000 * ranked[round(share * last)], 3) for name, share in SHARES.items()}
+    return {name: round(1000 * ranked[round(share * last)], 3) for name, share in shares.items()}
 
 
 def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:

@@ -29,7 +29,6 @@ from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
 from corun_bench.driver import Outcome, Request, Run, Workload
 from router.placement import (
-    ENDING,
     PREFILLS_IN_FLIGHT,
     STEPS_IN_FLIGHT,
     DecodeRoom,
@@ -177,8 +176,8 @@ class Engine:
             self.rows += 1
             request = sample.outcome.request
             heapq.heappush(self.ends, (self.decode_steps + request.max_tokens, request.index, sample))
-            before_end = max(1, request.max_tokens - ENDING)
-            heapq.heappush(self.continuing, (self.decode_steps + before_end, request.index, sample))
+            few_left = self.decode_steps + sample.need.tokens_before_ending
+            heapq.heappush(self.continuing, (few_left, request.index, sample))
             entered.append(sample)
         if not self.rows and not self.prompts:
             return None

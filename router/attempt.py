@@ -34,7 +34,7 @@ from router.clock import loop_time
 from router.nodes.node import Node, Placement, PrefillNode
 from router.nodes.node_client import Handle, RemoteLease
 from router.output import Output
-from router.placement import ENDING, Need
+from router.placement import Need
 
 LOOK_S = 0.5
 """The seconds between two looks at the nodes of a sample that has no token yet: whether the one that holds its KV is
@@ -149,8 +149,8 @@ class Attempt:
         self.span = span
         self._more_follow = more_follow
         self._config = config
-        before_end = max(1, task.params.max_tokens - ENDING)
-        self._lease = RemoteLease(output.take, (task, output), (before_end, placement.note_ending))
+        after_rows = placement.need.tokens_before_ending, placement.note_ending
+        self._lease = RemoteLease(output.take, (task, output), after_rows)
         self._is_started = False
         """Whether the sample was started with its prompt."""
         self._prefill_id = ""  # It is set while the prefill node may hold KV for this attempt.

@@ -321,6 +321,11 @@ class Need:
     def total(self) -> int:
         return self.num_prompt + self.max_tokens
 
+    @property
+    def tokens_before_ending(self) -> int:
+        """The number of output tokens after which the sample ends soon (`ENDING`)."""
+        return max(1, self.max_tokens - ENDING)
+
     def again(self, *avoid: str, shares: bool = False) -> Need:
         """Return the need of another run, away from the nodes `avoid`. shares: the run may share KV as before;
         otherwise it gets its own KV, because the shared KV may have been wrong."""

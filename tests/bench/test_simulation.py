@@ -12,6 +12,7 @@ from corun.errors import InvalidArgumentError
 from corun_bench import metrics, simulation, workloads
 from corun_bench.driver import Request, Run, Workload
 from corun_bench.simulation import STEP_TOKENS, NodeCounts, Rates, Simulated, at_best, simulate, work_s
+from router import placement as router_placement
 
 RATES = Rates(
     prefill_tokens_per_s=1000.0, decode_steps=((1, 0.01), (4, 0.025)), handoff_s_per_token=0.001, slots=4, kv_tokens=0
@@ -181,7 +182,7 @@ def test_samples_that_end_together_leave_even_work_behind(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(simulation.Engine, "begin_step", slower)
     if not counts:
-        monkeypatch.setattr(simulation, "ENDING", 0)
+        monkeypatch.setattr(router_placement, "ENDING", 0)
     found = run("2c", replace(made("in=128,out=1024", 640), max_concurrency=512), H200)
     first, second = (engine.output_tokens for engine in found.engines)
     assert (first == second) == counts

@@ -13,22 +13,23 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from corun import AsyncClient, SamplingParams
+from corun_bench.capacity import quantiles
 from corun_bench.nodes import Topology, environment, running
 from tests.otlp import Collector, Received, collecting, variables
 
 WARM = 5
 """The number of requests before the first one that counts."""
 AT = {"first": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "last": 1.0}
+"""The quantiles that are shown."""
 SETTLE_S = 0.3
 """The seconds that a cluster gets for its last spans, and for what it still does after a request."""
-KINDS = ("begins", "ends", "event")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,6 @@ class FirstToken:
     max_tokens: int = 16
 
 
-def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """Return the quantiles `AT` in milliseconds, rounded. values: seconds."""
-    ranked = sorted(values)
-    return {name: round(1000 * ranked[round(share * (len(ranked) - 1))], 2) for name, share in AT.items()}
-
-
 def ways(spans: Sequence[Received], began: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return when each kind of span begins and ends, and its events, after the time given for its request.
 
@@ -60,11 +55,11 @@ def ways(spans: Sequence[Received], began: dict[str, float]) -> dict[str, dict[s
     found = defaultdict(list)
     for span in (span for span in spans if span.trace in traces):
         since = began[traces[span.trace]]
-        times = {f"{span} {KINDS[0]}": span.began, f"{span} {KINDS[1]}": span.ended}
-        times |= {f"{span} {KINDS[2]} {event}": at for event, at in span.events.items()}
+        times = {f"{span} begins": span.began, f"{span} ends": span.ended}
+        times |= {f"{span} event {event}": at for event, at in span.events.items()}
         for what, at in times.items():
             found[what].append(at / 1e9 - since)
-    shown = {what: quantiles(values) for what, values in found.items()}
+    shown = {what: quantiles(values, AT) for what, values in found.items()}
     return dict(sorted(shown.items(), key=lambda one: one[1]["p50"]))
 
 
@@ -103,7 +98,7 @@ async def measure(address: str, collector: Collector, options: FirstToken) -> No
 def show(what: str, spans: Sequence[Received], began: dict[str, float], seen: dict[str, tuple[float, float]]) -> None:
     """Print one line. began: see `ways`. seen: what `ask` returned, by request id."""
     firsts = [at + first - began[name] for name, (at, first) in seen.items()]
-    print(json.dumps({"requests": what, "client has it": quantiles(firsts), "ms": ways(spans, began)}), flush=True)
+    print(json.dumps({"requests": what, "client has it": quantiles(firsts, AT), "ms": ways(spans, began)}), flush=True)
 
 
 def main(options: FirstToken) -> None:
