@@ -52,8 +52,11 @@ OWN_PART = 4
 slots more. Without a bound, samples of one prompt, and prompts that begin alike, would fill one node."""
 
 ENDING = 32
-"""A sample that has drawn a token and may draw at most so many more leaves its slot before a new one needs it, because
-the new one's prompt has to be computed first. So its slot counts as free where nodes are compared.
+"""A sample that has drawn a token and may draw at most so many more leaves its slot at about the time when a new one
+needs it, because the new one's prompt has to be computed first. So its slot counts as free where nodes are compared
+that both have a free slot, or both none. Otherwise a sample with a short prompt would wait for it while another slot is
+free: on four decode nodes of 8 slots, in the simulation, 1 % of the first tokens would come after more than 0.1 s
+instead of 0.03 s.
 
 Samples that began together end together. If the node where that happens a moment earlier counted as the emptier one, it
 would get all that follow, and the other would work with few of its slots. In the simulation of two colocated nodes, one
@@ -355,11 +358,11 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    The decode node is the one with the most slots that are free soon, then with the most free KV, with any prefill node
-    that is warm with it. Or it is a colocated node whose own side computes the prompt, so that no KV is read, if it has
-    nearly as many slots free (`OWN_PART`). Of these pairs, the first has steps of prompts that are not too slow; then
-    it computes the same KV already; then it has the fewest prompt tokens until this prompt is where it is decoded
-    (`_delay`).
+    The decode node is one with a free slot, if there is any, then the one with the most slots that are free soon, then
+    with the most free KV, with any prefill node that is warm with it. Or it is a colocated node whose own side computes
+    the prompt, so that no KV is read, if it has nearly as many slots free (`OWN_PART`). Of these pairs, the first has
+    steps of prompts that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens
+    until this prompt is where it is decoded (`_delay`).
     """
     avoid = _avoided(need, decodes, prefills)
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
@@ -439,8 +442,10 @@ def is_one_engine(decode: DecodeRoom, prefill: PrefillRoom) -> bool:
     return bool(decode.engine_id) and decode.engine_id == prefill.engine_id
 
 
-def least_used(room: DecodeRoom) -> tuple[int, int]:
-    return -room.soon_free, -room.free_blocks
+def least_used(room: DecodeRoom) -> tuple[bool, int, int]:
+    """Return the place of a node among others: first those with a free slot, then by the slots that are free soon, then
+    by free KV. A short prompt is computed before a sample that ends soon has left."""
+    return room.free_slots <= 0, -room.soon_free, -room.free_blocks
 
 
 def _delay(need: Need, room: PrefillRoom, decode: DecodeRoom) -> tuple[bool, bool, int]:

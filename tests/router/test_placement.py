@@ -287,6 +287,22 @@ def test_a_slot_counts_as_free_where_nodes_are_compared_if_its_sample_ends_soon(
     assert nodes["b"].soon_free == 0, "it is closed"
 
 
+def test_a_sample_waits_for_no_slot_that_is_free_soon_while_another_is_free_now() -> None:
+    """All samples on `a` have few tokens left, and there is a place in line."""
+    nodes = {name: room(4) for name in "ab"}
+    for _ in range(4):
+        nodes["a"].take(alone(16))
+        nodes["a"].note_ending()
+    for _ in range(2):
+        nodes["b"].take(alone(16))
+    prefills = {"p": PrefillRoom(max_in_flight=9)}
+    assert [(each.free_slots, each.soon_free) for each in nodes.values()] == [(0, 4), (2, 2)]
+    assert choose_pair(alone(16), nodes, prefills, always) == ("b", "p")
+    for _ in range(2):
+        nodes["b"].take(alone(16))
+    assert choose_pair(alone(16), nodes, prefills, always) == ("a", "p")
+
+
 def test_a_refusal_closes_the_node_until_something_changes_and_was_never_ours() -> None:
     decode = room()
     decode.take(alone(16))
