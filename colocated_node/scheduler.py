@@ -97,12 +97,11 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return bool(super().has_requests()) and not self._awaits_prompts()
 
     def _awaits_prompts(self) -> bool:
-        """Return whether all requests here are samples whose prompts have yet to come."""
-        if self.finished_req_ids or len(self.requests) > len(self._with_prompt):
+        """Return whether all requests here are samples whose prompts have yet to come. A prompt that has come may be
+        gone, if its KV's lease has ended: its sample goes on, and the copy is judged like any."""
+        if self.finished_req_ids or not self.requests:
             return False
-        self._forget_begun()
-        are_samples = 0 < len(self.requests) == len(self._with_prompt)
-        return are_samples and self._with_prompt.keys().isdisjoint(self.requests)
+        return all(handle.OWN_PROMPT_PARAM in (each.kv_transfer_params or {}) for each in self.requests.values())
 
     def _forget_begun(self) -> None:
         waiting = (one for one in self._with_prompt.items() if one[1].status is RequestStatus.WAITING)

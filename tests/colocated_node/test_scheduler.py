@@ -264,6 +264,17 @@ def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_ye
 
 
 @PLATFORMS
+def test_a_sample_goes_on_although_its_prompt_has_come_and_gone(stepping: ModuleType, platform: Platform) -> None:
+    """The lease of its KV has ended while another sample had the room, whose last blocks are free a step later than it
+    has left."""
+    ops = (sample(300, 50, own=True), Run(2), sample(40, 300, own=True, with_prompt=True), Run(7), Abort(0))
+    trace = Trace(slots=2, chunk=16, blocks=40, ops=ops, budget=16)
+    record = stepping.play(COLOCATED, trace, platform, role=None)
+    assert record.finished[1] == "length"
+    assert record.left_over == []
+
+
+@PLATFORMS
 def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(
     stepping: ModuleType, platform: Platform
 ) -> None:
