@@ -144,10 +144,11 @@ class SamplingParams:
 
         A constraint is part of it only if there is one, so that digests from before there were any still hold.
         """
-        return _digest(self)
+        if self.structured_outputs or self.logit_bias:  # They may be long, and would take memory.
+            return _digest(self)
+        return _kept_digest(self)
 
 
-@functools.lru_cache(MAX_KEPT)
 def _digest(params: SamplingParams) -> str:
     """Return `SamplingParams.digest`."""
     values = {f.name: _exact(getattr(params, f.name)) for f in fields(params) if f.name not in _NOT_IN_DIGEST}
@@ -155,6 +156,9 @@ def _digest(params: SamplingParams) -> str:
         del values["structured_outputs"]
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(_PARAMS_TAG + canonical.encode()).hexdigest()
+
+
+_kept_digest = functools.lru_cache(MAX_KEPT)(_digest)
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "prompt.token_ids") -> tuple[int, ...]:

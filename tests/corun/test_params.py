@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -110,6 +111,17 @@ def test_digest_is_pinned() -> None:
     assert SamplingParams().digest() == "78b34a800814eb3c1cff3dd9e2ffa211124188833d9998670dd3debce00ded60"
     params = SamplingParams(temperature=0.6, stop=["é\n"], stop_token_ids=[5], logit_bias={9: 1.5}, ignore_eos=True)
     assert params.digest() == "ed7354c67293210ec57fcf0038bff9a6ef36755406a4c5ab2d9fcc68a0c6e495"
+
+
+def test_digests_keep_no_long_parameters_in_memory() -> None:
+    grammar, bias = "a" * 60_000, dict.fromkeys(range(1024), 1.0)
+    tracemalloc.start()
+    for i in range(32):
+        SamplingParams(structured_outputs={"regex": f"{grammar}{i}"}).digest()
+        SamplingParams(logit_bias=bias | {i: 0.5}).digest()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000
 
 
 def test_digest_covers_what_can_change_the_output() -> None:
