@@ -41,13 +41,14 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
 """The tokens of the single request of a padding sweep."""
 REPEAT_SEEDS = 7919
-"""The distance between the seeds of repeats, so that no two share a prompt that a prefix cache would know."""
+"""The distance between the seeds of two sets of prompts, so that no run has a prompt that a prefix cache would know. A
+cluster's caches cannot be emptied."""
 CROWD = 96
 """The number of requests that run beside those that are compared."""
 FEW_AT_ONCE = 4
 """The number of requests in flight when requests are run again to compare their bits."""
 WARM_UP, COMPARED = -1, -2
-"""The repeats whose requests warm up a system, and those that run twice."""
+"""The numbers of the prompts that warm up a system, and of those that run twice. Timed runs are numbered from 0."""
 WATCH_S = 0.25
 PROGRESS_S = 15.0
 BAR_HZ = 1.0
@@ -181,10 +182,11 @@ class Benchmark:
 
     def prepare(self) -> None:
         """Make every workload, before anything is started. Raises InvalidArgumentError for one that cannot be made."""
-        repeats = [WARM_UP] * bool(self.options.num_warmups) + [*range(self.options.repeats)]
+        numbers = [*range(self.options.repeats * len(self.options.max_concurrency))]
+        numbers += [WARM_UP] * bool(self.options.num_warmups) + [COMPARED] * bool(self.options.mismatch_requests)
         for spec in self._specs:
-            for repeat in repeats + [COMPARED] * bool(self.options.mismatch_requests):
-                self._workload(spec, repeat, 1)
+            for number in numbers:
+                self._workload(spec, number, 1)
 
     async def run(self) -> None:
         """Measure one system after the other. All that was measured is written even if this is cancelled."""
@@ -245,9 +247,10 @@ class Benchmark:
             if count := self.options.num_warmups:  # Requests of the same shapes whose times do not count.
                 made = self._workload(spec, WARM_UP, min(self.options.max_concurrency[-1], count))
                 await self._drive(found, replace(made, requests=made.requests[:count], request_rate=math.inf))
-            for concurrency in self.options.max_concurrency:
+            for place, concurrency in enumerate(self.options.max_concurrency):
                 for repeat in range(self.options.repeats):
-                    await self._run(found, self._workload(spec, repeat, concurrency), repeat)
+                    number = place * self.options.repeats + repeat
+                    await self._run(found, self._workload(spec, number, concurrency), repeat)
             await self._compare(found, spec)
         await self._pad(found)
         described |= {**found.memory(), "handoff": await found.handoffs()}
@@ -349,16 +352,16 @@ class Benchmark:
         if found.pads:
             await engine.pad_to(found.slots // len(found.engines))
 
-    def _workload(self, spec: workloads.Spec, repeat: int, concurrency: int, num_requests: int = 0) -> Workload:
-        """Return a workload. It is the same for every system."""
-        key = (spec, repeat, num_requests)
+    def _workload(self, spec: workloads.Spec, number: int, concurrency: int, num_requests: int = 0) -> Workload:
+        """Return a workload with prompts of its own number. It is the same for every system."""
+        key = (spec, number, num_requests)
         if key not in self._made:
             self._made[key] = workloads.make(
                 spec,
                 num_requests=num_requests or self.options.num_prompts,
                 vocab_size=self._vocab_size,
                 max_model_len=self._machine.max_model_len,
-                seed=self.options.seed + REPEAT_SEEDS * (repeat + 3),
+                seed=self.options.seed + REPEAT_SEEDS * (number + 3),
                 tokenize=self._tokenize,
                 request_rate=self.options.request_rate,
                 burstiness=self.options.burstiness,

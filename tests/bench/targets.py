@@ -25,12 +25,14 @@ class FakeTarget(Target):
     running: int = 0
     most: int = 0
     started: list[int] = field(default_factory=list)
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
     forgotten: int = 0
     settled: int = 0
 
     async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
         request = outcome.request
         self.started.append(request.index)
+        self.prompts.append(request.prompt_token_ids)
         self.running += 1
         self.most = max(self.most, self.running)
         try:

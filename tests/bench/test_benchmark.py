@@ -77,10 +77,17 @@ async def test_every_system_runs_every_workload_and_bits_that_depend_on_the_crow
     said = capsys.readouterr().err
     assert "std: in=8,out=4: 1 of 6 requests done" in said
     assert "6 of 6 requests done" not in said
-    first, again, other = (one._workload(workloads.parse("in=8,out=4"), repeat, 4) for repeat in (0, 0, 1))
-    assert first == again
-    prompts, others = ({request.prompt_token_ids for request in run.requests} for run in (first, other))
-    assert prompts.isdisjoint(others), "repeats have other prompts"
+
+
+async def test_no_prompt_of_a_timed_run_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, again = FakeTarget(), FakeTarget()
+    over(monkeypatch, std=target, cluster=again)
+    one = made(tmp_path, mismatch_requests=0)
+    one._specs = one._specs[:1]
+    one.prepare()
+    await one.run()
+    assert len(target.prompts) == len(set(target.prompts)) == 2 + 2 * 2 * 6, "warm-up; two runs of 1 and 4 at a time"
+    assert again.prompts == target.prompts, "systems get the same prompts"
 
 
 async def test_what_does_not_start_is_said_and_costs_the_others_nothing(
