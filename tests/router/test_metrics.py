@@ -183,7 +183,8 @@ async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: FakeClust
     await start(live, max_tokens=1)
     async with node.engine.turn:  # None is computed before all of them are there and looked at.
         runs = [start(live, (number, 6, 7), max_tokens=1) for number in (0, 1, 2, 2, 2)]
-        await live.until(lambda: node.service.queued_prompts == 5)
+        # A prompt has arrived a moment before its tokens count.
+        await live.until(lambda: (node.service.queued_prompts, node.queued_tokens) == (5, 9))
         found = await shown_by(node)
     assert found["corun_prefill_queued_prompt_tokens"] == 9
     assert 0.29 < found["corun_prefill_expected_wait_seconds"] < WAIT_S
