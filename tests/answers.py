@@ -1,4 +1,4 @@
-"""What tests ask of a service behind a socket: the error that a call ends with, and whether something is so yet."""
+"""What tests ask of a service: the error that a call ends with, and whether something is so yet, or after some time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ async def settle() -> None:
     """Let all tasks go on as far as they can without an answer from outside."""
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def put_forward(seconds: float) -> None:
+    """Put the running loop's clock forward, so that the timers of this time are due: no test has to wait for them, and
+    how long a busy machine takes for anything else does not matter."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 async def until(condition: Callable[[], bool]) -> None:

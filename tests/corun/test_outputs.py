@@ -13,7 +13,7 @@ from corun.client.outputs import Outputs, _until
 from corun.client.routers import Deadline
 from corun.errors import CancelledByPeerError, DeadlineError, InvalidArgumentError
 from corun.v1 import cluster_service_pb2 as pb
-from tests.answers import settle
+from tests.answers import put_forward, settle
 
 Code = grpc.StatusCode
 
@@ -84,8 +84,8 @@ class Router:
         self.calls.append(Call(request))
         return self.calls[-1]
 
-    def ask(self, timeout_s: float = 60.0) -> AsyncGenerator[str, None]:
-        return self.outputs.generate(pb.GenerateRequest(text="x"), Deadline(timeout_s))
+    def ask(self) -> AsyncGenerator[str, None]:
+        return self.outputs.generate(pb.GenerateRequest(text="x"), Deadline(60.0))
 
     async def asked(self, count: int) -> list[asyncio.Task[list[str]]]:
         """Requests that have been sent, each read to its end."""
@@ -196,15 +196,18 @@ async def test_a_response_that_cannot_be_read_is_an_error_and_is_not_asked_for_a
 
 async def test_what_does_not_come_in_time_is_an_error() -> None:
     router = Router()
-    lost = asyncio.ensure_future(read(router.ask(timeout_s=0.05)))
-    await settle()
+    (lost,) = await router.asked(1)
     router.calls[0].end()
+    await settle()
+    put_forward(60.0)
     with pytest.raises(DeadlineError, match="rest"):
         await lost
     router = Router()
     router.opens = False
+    (lost,) = await router.asked(1)
+    put_forward(60.0)
     with pytest.raises(DeadlineError, match="open a stream"):
-        await read(router.ask(timeout_s=0.05))
+        await lost
 
 
 async def test_a_client_that_is_closed_while_a_stream_opens() -> None:

@@ -58,11 +58,14 @@ async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
     class Asking(Servicer):
         async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
             found.append(caller())
+            self.other = asyncio.Event()
             return pb.GetClusterResponse()
 
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-            await asyncio.sleep(0.01 * len(request.request_id))
+            if request.request_id == "b":  # The other call comes and ends meanwhile.
+                await self.other.wait()
             found.append(caller())
+            self.other.set()
             yield pb.GenerateResponse()
 
     file = tmp_path / "tokens"
@@ -71,7 +74,7 @@ async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
         async with connected(Asking(), server={"gate": gate}) as stub:
 
             async def read(name: str, stub: Any = stub) -> None:
-                request = pb.GenerateRequest(request_id="x" * ord(name) if name == "b" else "")
+                request = pb.GenerateRequest(request_id=name)
                 own = (("corun-client", "forged"), *bearer(name * 16))
                 assert [each async for each in stub.Generate(request, metadata=own, timeout=DEADLINE_S)]
 

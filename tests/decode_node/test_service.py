@@ -35,7 +35,7 @@ from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from corun.v1.prefill_service_pb2 import PrefillRequest, PromptSample
 from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepRow
 from decode_node.slots import SlotTable
-from tests.answers import DEADLINE_S, refusal, until
+from tests.answers import DEADLINE_S, put_forward, refusal, settle, until
 from tests.handles import a_handle
 
 REF = NodeRef(node_id="d0", generation="a" * 16)
@@ -43,7 +43,7 @@ PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=
 PREFILL = NodeRef(node_id="c0-prefill", generation="b" * 16)
 PROMPT = (1, 2, 3)
 SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
-LONG_MS, SHORT_MS = 60_000, 1000
+TTL_S = 60
 """Times to live. One is longer than any test. The other is short enough to wait for, yet longer than a call on a busy
 machine."""
 
@@ -79,11 +79,11 @@ class Steps:
 class Node:
     """A decode node's gRPC side, and a client of it."""
 
-    def __init__(self, ttl_ms: int) -> None:
+    def __init__(self) -> None:
         self.engine = FakeDecodeEngine(filled_contract(NodeRole.DECODE, SLOTS), FakeKv(), Facts())
         self.engine.hanging = True
         table = SlotTable(slots=SLOTS, kv_blocks=KV_BLOCKS, block_size=BLOCK_SIZE)
-        self.service = DecodeService(REF, self.engine, table, lease_ttl_ms=ttl_ms)
+        self.service = DecodeService(REF, self.engine, table, lease_ttl_ms=1000 * TTL_S)
         self.server = GrpcServer()
         self.server.add(pb_grpc.add_DecodeServiceServicer_to_server, self.service)
         self.stub: Any = None
@@ -143,13 +143,8 @@ class Node:
 
 
 @pytest.fixture
-def ttl_ms() -> int:
-    return LONG_MS
-
-
-@pytest.fixture
-async def node(ttl_ms: int) -> AsyncIterator[Node]:
-    node = Node(ttl_ms)
+async def node() -> AsyncIterator[Node]:
+    node = Node()
     await node.server.start()
     async with channel(node.server.address) as connection:
         node.stub = pb_grpc.DecodeServiceStub(connection)  # type: ignore[no-untyped-call]
@@ -158,16 +153,13 @@ async def node(ttl_ms: int) -> AsyncIterator[Node]:
     await node.engine.close()
 
 
-short_lived = pytest.mark.parametrize("ttl_ms", [SHORT_MS])
-
-
 # Leases
 
 
 async def test_a_lease_holds_a_place_and_room_for_the_whole_sequence(node: Node) -> None:
     first = await node.reserve(num_prompt_tokens=16, max_tokens=17)
     second = await node.reserve("another")
-    assert first.ttl_ms == LONG_MS
+    assert first.ttl_ms == 1000 * TTL_S
     assert first.lease_id != second.lease_id
     load = await node.service.load()
     assert (load.leases, load.used_slots, load.used_kv_blocks) == (2, 0, 4)
@@ -533,7 +525,6 @@ async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
 # Streams
 
 
-@short_lived
 async def test_a_stream_keeps_its_leases_even_if_it_breaks_and_is_back_in_time(node: Node) -> None:
     """It takes over leases that came before it, and keeps those that wait for their start, since a prompt may take any
     time. A second stream replaces the first, whose end then ends no lease."""
@@ -541,19 +532,20 @@ async def test_a_stream_keeps_its_leases_even_if_it_breaks_and_is_back_in_time(n
     await node.reserve()
     steps = await node.steps()
     steps.call.cancel()
-    await asyncio.sleep(0.05)
+    await until(lambda: len(node.service._expiry) == 2)
+    put_forward(0.5 * TTL_S)
     steps = await node.steps()
     second = await node.steps()
     assert await steps.read() == grpc.aio.EOF
     steps.call.cancel()
-    await asyncio.sleep(1.3 * SHORT_MS / 1000)
+    put_forward(TTL_S)
+    await settle()
     assert len(node.held()) == 2
     assert node.engine.aborted == []
     node.service.on_step([StepRow(node.ids()[0], 1, -1.0)])
     assert await second.rows() == [(lease, 1, -1.0)]
 
 
-@short_lived
 async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) -> None:
     """A lease's clock runs from the end of the stream, or from the lease's own begin if that is later."""
     steps, other = await node.steps("lost"), await node.steps("other")
@@ -563,11 +555,14 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
     waiting = [(await node.reserve("lost")).lease_id]
     steps.call.cancel()
     await until(lambda: bool(node.service._expiry))
+    put_forward(0.5 * TTL_S)
     waiting.append((await node.reserve("lost")).lease_id)
     assert len(node.held()) == 4
-    await until(lambda: node.service.metrics.expired_leases.value == 3)
-    await until(lambda: node.engine.aborted == [lost])
-    assert len(node.held()) == 1
+    for expired in (2, 3):
+        put_forward(0.5 * TTL_S)
+        await until(lambda: node.engine.aborted == [lost])
+        await settle()
+        assert (node.service.metrics.expired_leases.value, len(node.held())) == (expired, 4 - expired)
     for lease in (running, *waiting):
         assert isinstance(await refusal(node.start(lease)), NotFoundError)
     assert await other.nothing_follows()

@@ -17,7 +17,7 @@ from corun.types import KvHandle, NodeRef, NodeRole
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.sharing import KEEPER, PromptRequest, Sharing
-from tests.answers import settle
+from tests.answers import put_forward, settle
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 ENGINE_ID = "p0-engine"
@@ -152,16 +152,15 @@ async def test_kv_is_kept_for_those_who_wait_for_slots(engine: Engine, keeping: 
 async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
     engine: Engine, keeping: Sharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEPT_S", 0.5)
-    await ask(keeping, "r", **FOLLOWED)
-    engine.read("r", "r")
-    assert engine.readers == {"r": {KEEPER}}
-    await asyncio.sleep(0.3)
-    await ask(keeping, "s", **FOLLOWED)
-    engine.read("r", "s")
-    await asyncio.sleep(0.3)
-    assert engine.readers == {"r": {KEEPER}}  # For a while after each of them.
-    await asyncio.sleep(0.5)
+    monkeypatch.setattr(module, "KEPT_S", 10.0)
+    for name in "rs":
+        await ask(keeping, name, **FOLLOWED)
+        engine.read("r", name)
+        put_forward(6.0)
+        await settle()
+        assert engine.readers == {"r": {KEEPER}}  # For a while after each of them.
+    put_forward(4.0)
+    await settle()
     assert engine.readers == {}
 
 
@@ -188,10 +187,7 @@ def kept(engine: Engine) -> set[str]:
 
 
 @pytest.mark.parametrize("gone", ["computed", "joined"])
-async def test_nothing_is_kept_for_good_when_who_asked_gives_up(
-    engine: Engine, keeping: Sharing, monkeypatch: pytest.MonkeyPatch, gone: str
-) -> None:
-    monkeypatch.setattr(module, "KEPT_S", 0.05)
+async def test_nothing_is_kept_for_good_when_who_asked_gives_up(engine: Engine, keeping: Sharing, gone: str) -> None:
     if gone == "joined":
         await ask(keeping, "r")
     engine.sharing.clear()
@@ -200,7 +196,9 @@ async def test_nothing_is_kept_for_good_when_who_asked_gives_up(
     asked.cancel()
     keeping.release_soon("s")
     engine.sharing.set()
-    await asyncio.sleep(0.1)
+    await settle()
+    put_forward(module.KEPT_S)
+    await settle()
     assert engine.readers == ({"r": {"r"}} if gone == "joined" else {})
 
 

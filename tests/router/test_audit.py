@@ -202,10 +202,13 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
 async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None:
     async with cluster(model, decodes=2, slots=1, **ALL) as fake:
         first = asyncio.ensure_future(generate(fake, (1, 1), LONG, seed=1))
-        await fake.until(lambda: any(node.leases for node in fake.nodes[1:]))
+        await fake.until(lambda: any(node.drawn_tokens for node in fake.nodes[1:]))
+        (busy,) = (node for node in fake.nodes[1:] if node.leases)
+        busy.engine.hanging = True
         (output,) = await generate(fake, PROMPT, PARAMS, seed=8)
         await asyncio.sleep(0.1)
         assert fake.router.auditor.status() == AuditStatus(waiting=1)  # Its own node is idle, but does not count.
+        busy.engine.hanging = False
         await first
         status = await audited(fake, 2)
         assert (status.matched, status.same_node) == (2, 2)  # There is one prefill node only.
@@ -278,13 +281,15 @@ async def test_an_audit_leaves_a_prefill_node_that_gets_a_prompt(model: str) -> 
         prefill = fake.nodes[0]
         await generate(fake, PROMPT, PARAMS, seed=8)
         await audited(fake, 1)
-        prefill.engine.delay_s = 0.5
-        await generate(fake, (3, 3), PARAMS, seed=9)
+        sample = asyncio.ensure_future(generate(fake, (3, 3), PARAMS, seed=9))
+        await fake.until(lambda: (3, 3) in prefill.engine.prefilled)
+        prefill.engine.hanging = True
+        await sample
         await fake.until(lambda: prefill.queued_tokens == 2)  # Its audit is being prefilled.
         other = asyncio.ensure_future(generate(fake, (4, 4, 4), PARAMS, seed=10))
         await fake.until(lambda: prefill.queued_tokens == 3)  # The audit has left.
         assert (fake.router.auditor.status().waiting, fake.router.auditor._running) == (1, {})
-        prefill.engine.delay_s = 0.0
+        prefill.engine.hanging = False
         await other
         assert (await audited(fake, 3)).matched == 3
 

@@ -215,6 +215,7 @@ async def test_a_cancelled_call_gives_everything_back(model: str) -> None:
 
 async def test_a_deadline_ends_a_score(model: str) -> None:
     async with cluster(model) as fake, AsyncClient(fake.address) as client:
+        await client.get_cluster()  # Without a connection, its end would be the error.
         async with engine_of(fake).turn:
             with pytest.raises(DeadlineError):
                 await client.score(PROMPT, [(8,)], timeout_s=0.6)
