@@ -21,7 +21,7 @@ from corun.rpc.channel import Access, channel
 from corun.rpc.interceptor import caller, peer_host
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2 as pb
-from tests.answers import refusal
+from tests.answers import refusal, until
 from tests.corun.serving import DEADLINE_S, Servicer, connected, serving, texts
 from tests.secrets import Secrets
 
@@ -102,7 +102,7 @@ async def test_members_must_show_a_certificate_of_their_authority(secrets: Secre
     async with serving(tls=secrets.tls_of("member")) as server:
         for tls in (secrets.tls, mixed):
             async with channel(server.address, access=Access(tls=tls, token=secrets.token("cluster"))) as link:
-                assert isinstance(await refusal(release(link)), UnavailableError)
+                await refusal(release(link), UnavailableError)
         async with channel(server.address, access=secrets.member) as link:
             await release(link)
 
@@ -132,7 +132,7 @@ async def test_each_service_wants_its_own(secrets: Secrets) -> None:
                 stream = link.unary_stream("/corun.v1.DecodeService/StreamSteps")(b"", timeout=DEADLINE_S)
                 # A refused message is not read, however long it is.
                 for refused in (release(link), stream.read(), release(link, b"x" * 10_000_000)):
-                    assert isinstance(await refusal(refused), UnauthenticatedError)
+                    await refusal(refused, UnauthenticatedError)
         async with channel(server.address, access=Access(token=secrets.token("cluster"))) as link:
             await release(link)
 
@@ -155,12 +155,10 @@ async def test_requests_at_once(secrets: Secrets) -> None:
         for _ in range(3):
             first = stub.Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S)
             assert (await first.read()).text == "one"
-            error = await refusal(texts(stub))
-            assert isinstance(error, OverloadedError)
+            error = await refusal(texts(stub), OverloadedError)
             assert error.retry_after_s == 1.0
             first.cancel()
-            while limited._running["client"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+            await until(lambda: not limited._running["client"])
 
 
 async def test_the_options_and_the_variable_of_a_command(

@@ -564,7 +564,7 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
         await settle()
         assert (node.service.metrics.expired_leases.value, len(node.held())) == (expired, 4 - expired)
     for lease in (running, *waiting):
-        assert isinstance(await refusal(node.start(lease)), NotFoundError)
+        await refusal(node.start(lease), NotFoundError)
     assert await other.nothing_follows()
 
 
@@ -584,7 +584,7 @@ async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: N
     await until(lambda: node.engine.aborted == [name])
     assert node.service.metrics.expired_leases.value == 0
     for lease in (running, waiting):
-        assert isinstance(await refusal(node.start(lease)), NotFoundError)
+        await refusal(node.start(lease), NotFoundError)
     node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.ids()[0], 2, -1.0)])
     assert await other.rows() == [(kept, 2, -1.0)]
     assert await second.nothing_follows()

@@ -65,13 +65,13 @@ async def test_a_client_cannot_act_as_a_member(model: str, secrets: Secrets) -> 
             register = registry_pb.RegisterRequest(node=codec.node_info_to_proto(d1))
             beat = registry_pb.HeartbeatRequest(ref=codec.node_ref_to_proto(d1.ref), draining=True)
             for call in (registry.Register(register, timeout=WAIT_S), registry.Heartbeat(beat, timeout=WAIT_S)):
-                assert isinstance(await refusal(call), UnauthenticatedError)
+                await refusal(call, UnauthenticatedError)
         async with channel(d1.address, access=client) as link:
             decode: Any = decode_service_pb2_grpc.DecodeServiceStub(link)  # type: ignore[no-untyped-call]
             release = decode_pb.ReleaseRequest(lease_id=1, generation=d1.ref.generation)
-            assert isinstance(await refusal(decode.Release(release, timeout=WAIT_S)), UnauthenticatedError)
+            await refusal(decode.Release(release, timeout=WAIT_S), UnauthenticatedError)
             steps = decode_pb.StreamStepsRequest(router_id="r", generation=d1.ref.generation)
-            assert isinstance(await refusal(decode.StreamSteps(steps, timeout=WAIT_S).read()), UnauthenticatedError)
+            await refusal(decode.StreamSteps(steps, timeout=WAIT_S).read(), UnauthenticatedError)
         await generate(fake, PROMPT, PARAMS, seed=1)
 
 
