@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from corun.client.loop_thread import is_no_late_wake
 from corun.node import kept
 from tests.loading import load
+from tests.secrets import Secrets
 
 settings.register_profile("corun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("corun")
@@ -26,6 +27,12 @@ def no_kept_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept, "folder", lambda: folder)
         yield
+
+
+@pytest.fixture(scope="session")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    """Certificates and tokens that no test changes."""
+    return Secrets.make(tmp_path_factory.mktemp("secrets"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What tests share: secrets, a router that does as it is told, and a client of it."""
+"""What tests share: a router that does as it is told, and a client of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ import pytest
 
 from corun import Client
 from tests.corun.fake_router import FakeRouter
-from tests.secrets import Secrets
-
-
-@pytest.fixture(scope="session")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    return Secrets.make(tmp_path_factory.mktemp("secrets"))
 
 
 @pytest.fixture

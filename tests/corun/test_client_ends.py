@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from corun import AsyncClient, CancelledByPeerError, Client, OverloadedError, SamplingParams
 from corun.client.client import _LOOP_THREAD
 from corun.client.loop_thread import LoopThread
+from tests.answers import until
 from tests.corun.fake_router import WAIT_S, FakeRouter
 from tests.machine import free_port, wait_for
 
@@ -79,8 +79,7 @@ def test_closing_ends_a_call_that_waits_for_its_next_try(client: Client, fake: F
     fake.errors.append(OverloadedError("queue full", WAIT_S))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.generate_many, ["a"], timeout_s=2 * WAIT_S)
-        while fake.errors or fake.running:
-            time.sleep(0.01)
+        wait_for(lambda: not (fake.errors or fake.running), "the first try has ended")
         client.close()
         with pytest.raises(CancelledByPeerError, match="closed"):
             waiting.result(WAIT_S / 2)
@@ -118,9 +117,7 @@ except KeyboardInterrupt:
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     try:
-        while not fake.requests:
-            assert process.poll() is None
-            time.sleep(0.01)
+        wait_for(lambda: fake.requests, "the request is there")
         process.send_signal(signal.SIGINT)
         assert fake.cancelled.wait(30), "the server itself ends connections that ping three times without data"
         assert process.poll() is None
@@ -170,8 +167,8 @@ async def test_a_close_ends_the_search_for_a_router_with_an_error_of_ours() -> N
     """It must not cancel the caller's own task."""
     client = AsyncClient(f"127.0.0.1:{free_port()}", connect_timeout_s=WAIT_S)
     call = asyncio.ensure_future(client.generate("x"))
-    while not any(isinstance(each, asyncio.Future) for each in client._routers._in_progress):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)  # Until it pauses between two tries.
+    # Until it pauses between two tries.
+    await until(lambda: any(isinstance(each, asyncio.Future) for each in client._routers._in_progress))
     await client.close()
     with pytest.raises(CancelledByPeerError):
         await call
@@ -207,8 +204,7 @@ async def test_cancelling_an_async_call_reaches_the_router(fake: FakeRouter) -> 
     fake.gate.clear()
     async with AsyncClient(fake.address) as client:
         task = asyncio.create_task(client.generate(PROMPT, PARAMS))
-        while not fake.requests:  # noqa: ASYNC110  The fake is in another thread.
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(fake.requests))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

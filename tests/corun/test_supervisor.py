@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from corun import processes
 from corun.launch.supervisor import ProcessState, RestartPolicy, Supervisor
 from corun.node.life import EXIT_QUARANTINED
 from corun.observe import stages
+from tests.machine import wait_for
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, settled_s=10, max_quick_deaths=3)
 SLOW = RestartPolicy(first_delay_s=60, max_delay_s=60)
@@ -32,13 +32,6 @@ ORPHANS = (
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:

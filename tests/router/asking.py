@@ -62,8 +62,11 @@ def check_all(outputs: list[Output], prompt: tuple[int, ...] = PROMPT, seed: int
         assert output.receipt.sample_index == index
 
 
-def started(fake: FakeCluster, prompt: Any = PROMPT, params: SamplingParams = PARAMS, seed: int = 9) -> Any:
-    return asyncio.ensure_future(generate(fake, prompt, params, seed=seed))
+def started(
+    fake: FakeCluster, prompt: Any = PROMPT, params: SamplingParams = PARAMS, *, seed: int = 9, **options: Any
+) -> asyncio.Task[list[Output]]:
+    """Send a request as `generate` does, and go on meanwhile."""
+    return asyncio.ensure_future(generate(fake, prompt, params, seed=seed, **options))
 
 
 def tokenizer_of(fake: FakeCluster) -> Tokenizer:

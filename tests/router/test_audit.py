@@ -33,6 +33,7 @@ from router.output import RECORD
 from router.sample import Finished
 from tests.chaos.fakes import under_chaos
 from tests.clusters import FakeCluster, cluster, generate
+from tests.router.asking import started
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=20, logprobs=True)
@@ -182,7 +183,7 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
     async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
         runs = [generate(fake, (i, 2), replace(PARAMS, n=1 + i % 2), seed=i) for i in range(10)]
         with no_new_audits():  # So that no audit gives way and is computed twice.
-            left = asyncio.ensure_future(generate(fake, (99, 2), LONG, seed=99))
+            left = started(fake, (99, 2), LONG, seed=99)
             outputs = [output for outputs in await asyncio.gather(*runs) for output in outputs]
             assert left.cancel()  # Of a client that leaves there is nothing to audit.
             drawn = sum(len(output.token_ids) for output in outputs)
@@ -201,7 +202,7 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
 
 async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None:
     async with cluster(model, decodes=2, slots=1, **ALL) as fake:
-        first = asyncio.ensure_future(generate(fake, (1, 1), LONG, seed=1))
+        first = started(fake, (1, 1), LONG, seed=1)
         await fake.until(lambda: any(node.drawn_tokens for node in fake.nodes[1:]))
         (busy,) = (node for node in fake.nodes[1:] if node.leases)
         busy.engine.hanging = True
@@ -230,7 +231,7 @@ async def test_samples_that_end_in_any_way_match(model: str, change: dict[str, A
 
 async def test_a_sample_that_survived_its_node_is_audited_whole(model: str) -> None:
     async with cluster(model, decodes=2, **ALL) as fake:
-        call = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, max_tokens=60), seed=8))
+        call = started(fake, PROMPT, replace(PARAMS, max_tokens=60), seed=8)
         await fake.until(lambda: any(node.drawn_tokens > 10 for node in fake.nodes[1:]))
         await next(node for node in fake.nodes[1:] if node.drawn_tokens).kill()
         await call
@@ -262,7 +263,7 @@ async def test_a_sample_gets_the_slot_that_an_audit_holds(
         before = node.drawn_tokens
         node.engine.hanging = True  # So that the audit cannot end by itself.
         with no_new_audits():
-            call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
+            call = started(fake, (1, 2), PARAMS, seed=9)
             if gives_way:
                 await fake.until(lambda: len(prefilled) == 3)  # The sample's turn has come.
             else:
@@ -281,12 +282,12 @@ async def test_an_audit_leaves_a_prefill_node_that_gets_a_prompt(model: str) -> 
         prefill = fake.nodes[0]
         await generate(fake, PROMPT, PARAMS, seed=8)
         await audited(fake, 1)
-        sample = asyncio.ensure_future(generate(fake, (3, 3), PARAMS, seed=9))
+        sample = started(fake, (3, 3), PARAMS, seed=9)
         await fake.until(lambda: (3, 3) in prefill.engine.prefilled)
         prefill.engine.hanging = True
         await sample
         await fake.until(lambda: prefill.queued_tokens == 2)  # Its audit is being prefilled.
-        other = asyncio.ensure_future(generate(fake, (4, 4, 4), PARAMS, seed=10))
+        other = started(fake, (4, 4, 4), PARAMS, seed=10)
         await fake.until(lambda: prefill.queued_tokens == 3)  # The audit has left.
         assert (fake.router.auditor.status().waiting, fake.router.auditor._running) == (1, {})
         prefill.engine.hanging = False

@@ -6,7 +6,6 @@ tests/prefill_node/test_scheduler.py and tests/decode_node/test_scheduler.py.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from corun.types import ResumePoint
 from router import request
 from router.output import SampleOutput
 from tests.clusters import cluster, generate, send
+from tests.router.asking import started
 
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
 PROMPT = (5, 6, 7)
@@ -38,7 +38,7 @@ async def neighbouring_seeds_differ(model: str) -> bool:
 async def stream_over_a_lying_node_is_right(model: str) -> bool:
     """Rule 7: a stream that goes on elsewhere is the one right stream, or an error."""
     async with cluster(model, decodes=2) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=8))
+        run = started(fake, PROMPT, PARAMS, seed=8)
         await fake.until(lambda: fake.nodes[1].drawn_tokens > 10)
         fake.nodes[2].engine.corrupt = True
         await fake.nodes[1].kill()

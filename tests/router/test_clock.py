@@ -15,6 +15,7 @@ from router import clock as clocks
 from router.clock import AwakeClock
 from tests.answers import put_forward
 from tests.clusters import FakeCluster, cluster, generate, retries
+from tests.router.asking import started
 
 TIMEOUT_S = 2.0
 """Longer than a busy machine takes for anything here. Standing still costs no time."""
@@ -70,7 +71,7 @@ async def test_a_wait_lasts_as_long_as_the_loop_runs() -> None:
 
 async def test_a_router_that_stood_still_loses_no_node(model: str) -> None:
     async with cluster(model, **HASTY) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+        run = started(fake, PROMPT, PARAMS, seed=1)
         await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
         for _ in range(3):
             stand_still()
@@ -127,7 +128,7 @@ async def test_what_was_not_read_came_in_time(model: str, unread: str) -> None:
 
         if unread == "reserve_timeout_s":
             client._reserve = slowly  # type: ignore[method-assign]
-        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+        run = started(fake, PROMPT, PARAMS, seed=1)
         await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
         if unread == "step_timeout_s":
             stand_still()
@@ -153,7 +154,7 @@ async def test_losses_after_the_routers_own_stillness_are_nobodys_fault(model: s
     """Nodes end a connection that is not read. The request goes on; without the stillness it may be poison."""
     settings = HASTY if after_stillness else PATIENT
     async with cluster(model, max_attempts=2, lease_ttl_ms=200, **settings) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1, timeout_s=30.0))
+        run = started(fake, PROMPT, PARAMS, seed=1, timeout_s=30.0)
         for _ in range(2):
             await lose(fake, after_stillness=after_stillness)
         if not after_stillness:
@@ -170,7 +171,7 @@ async def test_losses_after_the_routers_own_stillness_are_nobodys_fault(model: s
 async def test_what_is_nobodys_fault_still_ends_at_the_deadline(model: str) -> None:
     async with cluster(model, max_attempts=1, lease_ttl_ms=200, **HASTY) as fake:
         fake.nodes[1].engine.step_ms = 20.0
-        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1, timeout_s=2.0 + STILL_S))
+        run = started(fake, PROMPT, PARAMS, seed=1, timeout_s=2.0 + STILL_S)
         await lose(fake, after_stillness=True)
         with pytest.raises(DeadlineError):
             await run

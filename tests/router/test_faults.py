@@ -142,7 +142,7 @@ class TestFaults:
             victim = fake.node(fault.victim)
             for what, value in fault.engine.items():
                 setattr(victim.engine, what, value)
-            runs = [started(fake, (i, 1), LONG, i) for i in range(1 if fault.error else 2)]
+            runs = [started(fake, (i, 1), LONG, seed=i) for i in range(1 if fault.error else 2)]
             if fault.at is not None:
                 await fake.until(lambda: fault.at(fake))  # type: ignore[misc]
                 if fault.error is DataLossError:

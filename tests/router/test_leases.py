@@ -38,7 +38,7 @@ def member_of(fake: FakeCluster, node: LocalNode) -> DecodeNode:
 async def hold(fake: FakeCluster, node: LocalNode) -> asyncio.Future[list[Output]]:
     """Fills both slots of a node whose engine does nothing."""
     node.engine.hanging = True
-    run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, n=2), seed=1))
+    run = started(fake, PROMPT, replace(PARAMS, n=2), seed=1)
     await fake.until(lambda: len(node.service._running) == 2)
     return run
 
@@ -46,7 +46,7 @@ async def hold(fake: FakeCluster, node: LocalNode) -> asyncio.Future[list[Output
 class TestTheLine:
     async def fill(self, fake: FakeCluster) -> list[asyncio.Future[list[Output]]]:
         """Start a sample for each of the four slots and one for the place in line, and return when all have started."""
-        runs = [asyncio.ensure_future(generate(fake, (i, 1), LONG, seed=i)) for i in range(5)]
+        runs = [started(fake, (i, 1), LONG, seed=i) for i in range(5)]
         await fake.until(lambda: len(fake.nodes[1].service._running) == 5)
         return runs
 
@@ -55,7 +55,7 @@ class TestTheLine:
         async with cluster(model, slots=4, **PATIENT) as fake:
             prefill, decode = fake.nodes
             decode.engine.step_ms = 5
-            runs = [*await self.fill(fake), asyncio.ensure_future(generate(fake, (5, 1), LONG, seed=5))]
+            runs = [*await self.fill(fake), started(fake, (5, 1), LONG, seed=5)]
             await fake.until(lambda: fake.router.queue.waiting == 1)
             assert len(prefill.engine.prefilled) == 5
             load = await decode.service.load()
@@ -108,7 +108,7 @@ class TestTheLine:
         async with cluster(model, slots=8, **PATIENT) as fake:
             engine, queue = fake.nodes[1].engine, fake.router.queue
             engine.hanging = True
-            runs = [asyncio.ensure_future(generate(fake, (i, 2), PARAMS, seed=i)) for i in range(50)]
+            runs = [started(fake, (i, 2), PARAMS, seed=i) for i in range(50)]
             await fake.until(lambda: (len(engine._running), queue.waiting) == (10, 40))
             real = queue._grant
 
@@ -152,7 +152,7 @@ class TestTheSource:
         monkeypatch.setattr(DecodeNode, "is_full", property(is_full))
         async with cluster(model, slots=4, max_attempts=1, **PATIENT) as fake:
             prefill, decode = fake.nodes
-            runs = [started(fake, (i, 1), LONG, i) for i in range(5)]
+            runs = [started(fake, (i, 1), LONG, seed=i) for i in range(5)]
             leases = member_of(fake, decode).client._leases  # The router must have heard of the reads, too.
             await fake.until(lambda: [lease.has_kv for lease in leases.values()] == [True] * 5 and not fake.kv.held)
             decode.engine.hanging = True
@@ -252,7 +252,7 @@ async def test_a_router_places_as_many_samples_of_a_prompt_as_the_node_grants(mo
     async with cluster(model, decodes=0, **PATIENT) as fake:
         decode = await fake.add_decode(kv_blocks=10)
         decode.engine.hanging = True
-        run = asyncio.ensure_future(generate(fake, prompt, params, seed=1))
+        run = started(fake, prompt, params, seed=1)
         await fake.until(lambda: (decode.leases, fake.router.queue.waiting) == (4, 1))
         decode.engine.hanging = False
         assert all(right(output, prompt, params, output.seed) for output in await run)
@@ -348,7 +348,7 @@ class TestSessions:
             decode.engine.hanging = True  # The sample does not end by itself.
             session = member_of(fake, decode).client.session
             unanswered.calls = 1
-            run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS))
+            run = started(fake)
             await fake.until(lambda: decode.leases == 1)
             if method == "Release":  # Else the answer is what is missing.
                 await fake.until(lambda: len(decode.service._running) == 1)
@@ -384,7 +384,7 @@ class TestRetries:
         async with cluster(model, decodes=2, **PATIENT) as fake:
             prefill, d1, d2 = fake.nodes
             async with prefill.engine.turn:
-                run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+                run = started(fake, PROMPT, PARAMS, seed=1)
                 await fake.until(lambda: prefill.service.queued_prompts == 1)
                 used, other = (d1, d2) if d1.leases else (d2, d1)
                 await used.kill()
@@ -398,7 +398,7 @@ class TestRetries:
         async with cluster(model, **PATIENT) as fake:
             prefill, decode = fake.nodes
             decode.engine.step_ms = 5
-            run = asyncio.ensure_future(generate(fake, PROMPT, replace(LONG, n=4), seed=9))
+            run = started(fake, PROMPT, replace(LONG, n=4), seed=9)
             await fake.until(lambda: decode.drawn_tokens > 20)
             async with prefill.engine.turn:
                 await decode.kill()
@@ -413,7 +413,7 @@ class TestRetries:
             prefill, d1, d2 = fake.nodes
             d2.engine.hanging, d1.engine.fail_after = True, 0
             async with prefill.engine.turn:
-                run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, n=2), seed=9))
+                run = started(fake, PROMPT, replace(PARAMS, n=2), seed=9)
                 await fake.until(lambda: prefill.service.queued_prompts == 2)
             await fake.until(lambda: len(d2.service._running) == 2)
             assert prefill.engine.prefilled == [PROMPT] * 2
@@ -425,7 +425,7 @@ class TestRetries:
         async with cluster(model, node_wait_s=0.1, share_kv=share_kv, **PATIENT) as fake:
             prefill, decode = fake.nodes
             async with prefill.engine.turn:
-                run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+                run = started(fake, PROMPT, PARAMS, seed=1)
                 await fake.until(lambda: prefill.service.queued_prompts == 1)
                 await decode.kill()
             with pytest.raises(UnavailableError):

@@ -59,14 +59,14 @@ def decodes_of(fake: FakeCluster) -> list[LocalNode]:
 
 
 def start(fake: FakeCluster, **options: Any) -> asyncio.Task[list[Output]]:
-    return asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=8, timeout_s=60, **options))
+    return asking.started(fake, PROMPT, PARAMS, seed=8, timeout_s=60, **options)
 
 
 async def busy_and_other(fake: FakeCluster) -> tuple[LocalNode, LocalNode]:
     """The one of two decode nodes that runs something, once it has drawn tokens, and the other."""
-    one, two = decodes_of(fake)
-    await fake.until(lambda: one.drawn_tokens + two.drawn_tokens > 10)
-    return (one, two) if one.drawn_tokens else (two, one)
+    one = await busy(fake)
+    (other,) = (node for node in decodes_of(fake) if node is not one)
+    return one, other
 
 
 def right(outputs: Sequence[Output], seed: int = 8) -> bool:

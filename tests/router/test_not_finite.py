@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.types import NodeState
 from tests.clusters import FakeCluster, cluster, generate
-from tests.router.asking import right
+from tests.router.asking import right, started
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
@@ -25,7 +23,7 @@ async def test_what_two_runs_find_is_the_requests(model: str, decodes: int) -> N
     """It ends with an error that no client repeats, no node is blamed, and a stream beside it keeps its bits."""
     long = SamplingParams(max_tokens=60, logprobs=True)
     async with cluster(model, decodes=decodes) as fake:
-        beside = asyncio.ensure_future(generate(fake, (1, 2), long, seed=3))
+        beside = started(fake, (1, 2), long, seed=3)
         await fake.until(lambda: any(node.drawn_tokens > 8 for node in fake.nodes[1:]))
         for node in fake.nodes[1:]:
             node.engine.not_finite = [5] * 9

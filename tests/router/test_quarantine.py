@@ -13,6 +13,7 @@ from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from router import service
 from tests.clusters import FakeCluster, cluster, generate
+from tests.router.asking import started
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
@@ -20,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=60, logprobs=True)
 
 async def mismatch(fake: FakeCluster, *, at: LocalNode, by: LocalNode) -> None:
     """A sample starts at one decode node, which dies, and goes on at another, which lies."""
-    run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=8, request_id="lied"))
+    run = started(fake, PROMPT, PARAMS, seed=8, request_id="lied")
     await fake.until(lambda: at.drawn_tokens > 10)
     by.engine.corrupt = True
     await at.kill()
@@ -60,7 +61,7 @@ async def test_what_ran_on_a_quarantined_node_runs_again_elsewhere(model: str) -
         for node in (d1, d2, d3):
             node.engine.step_ms = 10
         d2.engine.corrupt = True
-        runs = [asyncio.ensure_future(generate(fake, (i, 2), PARAMS, seed=i)) for i in range(9)]
+        runs = [started(fake, (i, 2), PARAMS, seed=i) for i in range(9)]
         await fake.until(lambda: all(node.leases and node.drawn_tokens > 15 for node in (d1, d2, d3)))
         await d1.kill()
         outcomes = await asyncio.gather(*runs, return_exceptions=True)

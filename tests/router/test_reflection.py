@@ -74,8 +74,7 @@ def drawn(link: grpc.Channel) -> tuple[list[str], list[int], list[float]]:
     return services, [i for m in messages for i in m.token_ids], [x for m in messages for x in m.logprobs]
 
 
-async def test_a_client_without_proto_files_draws_the_same_bits(model: str, tmp_path: Path) -> None:
-    secrets = Secrets.make(tmp_path)
+async def test_a_client_without_proto_files_draws_the_same_bits(model: str, secrets: Secrets) -> None:
     async with cluster(model, client=secrets.client, reflection=True, **secrets.settings) as fake:
         with foreign(fake, secrets, token=secrets.token("client")) as link:
             services, ids, logprobs = await asyncio.to_thread(drawn, link)
@@ -84,8 +83,7 @@ async def test_a_client_without_proto_files_draws_the_same_bits(model: str, tmp_
     assert (ids, logprobs) == expected(PROMPT, PARAMS, 42)[:2]
 
 
-async def test_it_wants_a_clients_token(model: str, tmp_path: Path) -> None:
-    secrets = Secrets.make(tmp_path)
+async def test_it_wants_a_clients_token(model: str, secrets: Secrets) -> None:
     async with cluster(model, client=secrets.client, reflection=True, **secrets.settings) as fake:
         for token in ("", "wrong-" * 5):
             async with channel(fake.address, access=Access(tls=secrets.tls)) as link:

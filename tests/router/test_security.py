@@ -31,11 +31,6 @@ PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 PROMPT = (5, 6, 7)
 
 
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    return Secrets.make(tmp_path_factory.mktemp("secrets"))
-
-
 @pytest.mark.parametrize("tls_clients", [False, True])
 async def test_a_request_through_a_protected_cluster(model: str, secrets: Secrets, tls_clients: bool) -> None:
     """With a certificate of the client, where the router says that it needs one."""

@@ -87,8 +87,7 @@ async def test_a_template_is_read_when_it_is_asked_for_and_then_stays(tmp_path: 
         assert (await client.get_chat_template()).source == "later"
 
 
-async def test_only_known_clients_may_ask(model: str, tmp_path: Path) -> None:
-    secrets = Secrets.make(tmp_path)
+async def test_only_known_clients_may_ask(model: str, secrets: Secrets) -> None:
     async with cluster(model, client=secrets.client, **secrets.settings) as fake:
         async with AsyncClient(fake.address, tls=secrets.client.tls) as stranger:
             for asking in (stranger.tokenize("a"), stranger.detokenize([1]), stranger.get_chat_template()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from router.nodes.node import Placement
 from tests.clusters import FakeCluster, cluster, generate
+from tests.router.asking import started
 
 PROMPT = (5, 6, 7)
 SMALL = SamplingParams(max_tokens=4)
@@ -41,7 +41,7 @@ async def test_who_fits_only_a_node_that_cannot_be_used_blocks_nobody_until_it_c
     async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, large):
         placements: list[Placement | None] = []
         fake.router.registry.watch(placements.append)
-        waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
+        waiting = started(fake, PROMPT, LARGE, seed=1)
         await fake.until(lambda: fake.router.queue.waiting == 1)
         assert fake.router.queue.in_line == 0
         assert placements == []
@@ -68,7 +68,7 @@ async def test_a_node_that_takes_no_work_for_a_moment_fails_nobody(model: str) -
         large.agent.stuck = "its engine does not answer"
         large.agent.tell()
         await fake.until(lambda: fake.state("d2") is NodeState.JOINING)
-        waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
+        waiting = started(fake, PROMPT, LARGE, seed=1)
         await fake.until(lambda: fake.router.queue.waiting == 1)
         await generate(fake, PROMPT, SMALL, seed=2, timeout_s=5.0)
         large.agent.stuck = ""

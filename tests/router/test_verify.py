@@ -30,7 +30,7 @@ from router.audit.idle import Fillers, IdleRuns
 from router.queue import SampleQueue
 from tests.answers import put_forward
 from tests.clusters import FakeCluster, cluster, generate
-from tests.router.asking import PARAMS, PROMPT, token_of, tokenizer_of, with_tokens
+from tests.router.asking import PARAMS, PROMPT, started, token_of, tokenizer_of, with_tokens
 
 LONG = 400
 """Tokens, on a node of a token a ms: so many that nothing of it ends while a test looks."""
@@ -302,12 +302,12 @@ async def test_a_request_gets_the_slot_of_a_filler(
     async with cluster(model, slots=4, **settings) as fake, of(fake, "other") as client:
         call = await crowded(fake, client)
         fake.nodes[1].engine.hanging = True  # So that no filler can end by itself.
-        started = fake.nodes[1].engine._running  # The first four have the slots.
-        request = asyncio.ensure_future(generate(fake, (9, 9, 9), PARAMS, seed=4))
+        running = fake.nodes[1].engine._running  # The first four have the slots.
+        request = started(fake, (9, 9, 9), PARAMS, seed=4)
 
         def place() -> int:
             """The request's place at the node, from 0; -1 if it is not there."""
-            return next((i for i, (r, _) in enumerate(started.values()) if tuple(r.prompt_token_ids) == (9, 9, 9)), -1)
+            return next((i for i, (r, _) in enumerate(running.values()) if tuple(r.prompt_token_ids) == (9, 9, 9)), -1)
 
         if gives_way:
             await fake.until(lambda: 0 <= place() < 4)
@@ -324,7 +324,7 @@ async def test_a_crowd_stays_away_while_somebody_waits(model: str, settings: dic
     async with cluster(model, slots=2, **settings) as fake, of(fake, "other") as client:
         fake.nodes[1].engine.hanging = True
         long = SamplingParams(max_tokens=LONG)
-        requests = [asyncio.ensure_future(generate(fake, (9, i), long, seed=i)) for i in range(3)]
+        requests = [started(fake, (9, i), long, seed=i) for i in range(3)]
         await fake.until(lambda: fake.router.queue.waiting == 1)
         call = asyncio.ensure_future(results_of(client, [case(1)], Condition.CROWDED, Condition.OTHER_SLOTS))
         await fake.until(lambda: fake.router.queue.waiting == 2)
@@ -357,7 +357,7 @@ async def test_a_full_queue_is_no_difference(model: str) -> None:
         fake.nodes[1].engine.hanging = True
         requests = []
         for number in range(2):  # One holds the slot, one fills the queue.
-            requests.append(asyncio.ensure_future(generate(fake, (9, number), PARAMS, seed=number)))
+            requests.append(started(fake, (9, number), PARAMS, seed=number))
             await fake.until(lambda number=number: fake.router.queue.waiting == number)  # type: ignore[misc]
         await fake.until(lambda: fake.nodes[1].leases == 1)
         refused = fake.router.queue.refused

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from corun.receipt import output_digest
 from corun.records.rows import params_from_dict, params_to_dict, short_fp32
 from tests.corun.cli.conftest import read_rows, write_rows
 from tests.corun.fake_router import WAIT_S, FakeRouter
+from tests.machine import wait_for
 
 
 @pytest.fixture
@@ -154,8 +154,7 @@ def test_files_that_cannot_be(corun: Any, tmp_path: Path, six: Path, output: Pat
 def test_ctrl_c_says_how_to_go_on(fake: FakeRouter, start: Any, six: Path, output: Path) -> None:
     fake.gate.clear()
     with start("batch", six, "-o", output) as process:
-        while len(fake.requests) < 6:
-            time.sleep(0.01)
+        wait_for(lambda: len(fake.requests) == 6, "all requests are there")
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 130
         again = "run the same command again to continue"
