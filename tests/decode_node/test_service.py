@@ -560,9 +560,9 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
     assert len(node.held()) == 4
     for expired in (2, 3):
         put_forward(0.5 * TTL_S)
-        await until(lambda: node.engine.aborted == [lost])
         await settle()
         assert (node.service.metrics.expired_leases.value, len(node.held())) == (expired, 4 - expired)
+        assert node.engine.aborted == [lost]
     for lease in (running, *waiting):
         await refusal(node.start(lease), NotFoundError)
     assert await other.nothing_follows()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from corun.config.fields import RouterConfig
+from router import clock
 from router.nodes.registry import Registry, _Usable
 from tests.over_fakes import chat_model, model, no_lost_errors, nodes_come_back_soon
 
@@ -18,6 +19,13 @@ async def registry() -> AsyncIterator[Registry]:
     registry = Registry(RouterConfig(), "r")
     yield registry
     await registry.close()
+
+
+@pytest.fixture
+def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a short time count as standing still, so that what a busy machine does to the loop counts, too."""
+    monkeypatch.setattr(clock, "TICK_S", 0.01)
+    monkeypatch.setattr(clock, "LONGEST_TICK_S", 0.05)
 
 
 @pytest.fixture(autouse=True)

@@ -24,13 +24,7 @@ PARAMS = SamplingParams(max_tokens=300, logprobs=True)
 PROMPT = (5, 6, 7)
 HASTY: dict[str, Any] = {"heartbeat_timeout_ms": round(1000 * TIMEOUT_S)}
 PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 30_000}
-
-
-@pytest.fixture(autouse=True)
-def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a short time count as standing still, so that what a busy machine does to the loop counts, too."""
-    monkeypatch.setattr(clocks, "TICK_S", 0.01)
-    monkeypatch.setattr(clocks, "LONGEST_TICK_S", 0.05)
+pytestmark = pytest.mark.usefixtures("fast_clock")
 
 
 def stand_still(seconds: float = STILL_S) -> None:

@@ -86,6 +86,7 @@ class TestTheLine:
             await fake.until(lambda: room.free_slots == 4)
             assert room.soon_free == 4
 
+    @pytest.mark.usefixtures("fast_clock")
     @pytest.mark.parametrize("excused", [True, False])
     async def test_to_wait_in_line_is_no_silence(
         self, model: str, excused: bool, monkeypatch: pytest.MonkeyPatch
@@ -208,13 +209,14 @@ class TestTheSource:
             check((await generate(fake, PROMPT, PARAMS, seed=9))[0], PROMPT, PARAMS, 9)
             assert retries(fake) == {"lost": 1}
 
+    @pytest.mark.usefixtures("fast_clock")
     async def test_a_read_that_hangs_ends_the_attempt_though_no_slot_is_free(
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(DecodeNode, "is_full", True)
         async with cluster(model, decodes=2, step_timeout_s=0.3, **PATIENT) as fake:
             fake.node("d1").engine.reads_hang = True
-            check((await generate(fake, PROMPT, PARAMS, seed=9, timeout_s=5.0))[0], PROMPT, PARAMS, 9)
+            check((await generate(fake, PROMPT, PARAMS, seed=9))[0], PROMPT, PARAMS, 9)
             assert retries(fake) == {"fault": 1}
 
 
@@ -272,6 +274,7 @@ class TestSlowPrompts:
                 assert right(output, (i, 1), PARAMS, i)
             assert (len(prefill.engine.prefilled), decode.service.metrics.expired_leases.value) == (prompts, 0)
 
+    @pytest.mark.usefixtures("fast_clock")
     async def test_a_prompt_may_wait_for_longer_than_a_node_may_compute_nothing(self, model: str) -> None:
         """A prompt takes a third of that time, and waits for three others, as many as a router has at a node."""
         async with cluster(model, prefill_timeout_s=0.9, **PATIENT) as fake:
