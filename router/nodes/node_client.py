@@ -136,7 +136,10 @@ class NodeClient:
             raise self._gone_error()
         if answer.cancelled():  # grpc.aio reports CANCELLED from the other side in this way.
             raise CancelledByPeerError(f"{self.ref.node_id} cancelled the call")
-        return answer.result()
+        try:
+            return answer.result()
+        finally:
+            del answer  # An error knows this frame, and would keep itself until a garbage collection.
 
     def _gone_error(self) -> UnavailableError:
         return UnavailableError(f"{self.ref.node_id}: {self._gone.result()}")

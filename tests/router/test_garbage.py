@@ -165,7 +165,16 @@ async def late(fake: FakeCluster) -> None:
     await fake.idle()
 
 
-@pytest.mark.parametrize("way", [finished, left_decoding, left_reserving, refused, late])
+async def late_prefilling(fake: FakeCluster) -> None:
+    """It passes in a call to a node, whose error ends the request."""
+    prefill, _ = fake.nodes
+    async with fake.stub() as stub, prefill.engine.turn:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=0.5).read()
+    await fake.idle()
+
+
+@pytest.mark.parametrize("way", [finished, left_decoding, left_reserving, refused, late, late_prefilling])
 async def test_a_request_leaves_no_garbage_however_it_ends(
     model: str, way: Callable[[FakeCluster], Awaitable[None]]
 ) -> None:
