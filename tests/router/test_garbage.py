@@ -19,6 +19,7 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
 from corun.v1 import cluster_service_pb2 as cluster_pb2
+from router import service
 from router.attempt import Attempt, NodeFaultError, SampleTask
 from router.delivery import Responses
 from router.nodes.node import Placement
@@ -27,6 +28,7 @@ from router.output import Outbox, SampleOutput
 from router.queue import QueueEntry
 from router.request import Request, RunningRequest
 from router.sample import SampleRun
+from tests.answers import put_forward
 from tests.clusters import FakeCluster, cluster
 from tests.router.asking import PARAMS, PROMPT
 
@@ -159,8 +161,11 @@ async def late(fake: FakeCluster) -> None:
     _, decode = fake.nodes
     decode.engine.hanging = True
     async with fake.stub() as stub:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=0.5).read()
+        call = stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=WAIT_S)
+        await fake.until(lambda: decode.engine._running)
+        put_forward(WAIT_S)
+        with pytest.raises(grpc.aio.AioRpcError, match="the deadline passed in an attempt"):
+            await call.read()
     decode.engine.hanging = False
     await fake.idle()
 
@@ -169,8 +174,10 @@ async def late_prefilling(fake: FakeCluster) -> None:
     """It passes in a call to a node, whose error ends the request."""
     prefill, _ = fake.nodes
     async with fake.stub() as stub, prefill.engine.turn:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=0.5).read()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service, "ANSWER_S", 1.0)  # So its client hears of it, and does not leave.
+            with pytest.raises(grpc.aio.AioRpcError, match="the deadline passed in an attempt"):
+                await stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=2.0).read()
     await fake.idle()
 
 
