@@ -140,12 +140,6 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         samples = (request for request in self.waiting if not is_prompt(request))
         return (sample for sample in samples if handle.OWN_PROMPT_PARAM not in sample.kv_transfer_params)
 
-    def decoding(self) -> int:
-        """Return the number of samples that have a slot; in a step without rows no slot is given away."""
-        if not self._takes_rows:
-            return self.slots
-        return sum(not is_prompt(request) for request in self.running) + self._num_resting
-
     def admissible(self) -> list[Request]:
         """Return the samples at the head of the queue that get KV room in this step, and mark those that also begin.
 
@@ -155,7 +149,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         longer for KV keeps a slot.
         """
         chosen = super().admissible()
-        free = self.slots - self.decoding() - sum(not is_prompt(request) for request in self.skipped_waiting)
+        free = self._free_slots - sum(not is_prompt(request) for request in self.skipped_waiting)
         for place, request in enumerate(chosen):
             begins = place < free and self._is_own(request) and not request.use_structured_output
             request.kv_transfer_params[handle.AT_ONCE_PARAM] = begins
@@ -249,6 +243,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         unfinished = [request for request in chosen if request in started]
         rows = [request for request in before if not is_prompt(request)]
         hidden = [request for request in started if request not in unfinished]
+        self._count_free_slots(len(rows))
         # What hidden prompts may still take is not free for samples, so this is asked before they are hidden.
         new = [*(self.admissible() if self._takes_rows else ()), *chosen[len(unfinished) :]]
         self.running = [*rows, *unfinished]

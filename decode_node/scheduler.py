@@ -77,10 +77,10 @@ class FixedSlotScheduler(ReservingScheduler):
         """The processor time that masks may still take; negative after a mask that took longer."""
         self._has_begun = False
         """Whether a constrained request has begun in the step that is being made."""
-        self._num_resting = 0
-        """The number of rows that the step which is being made leaves out."""
         self._takes_rows = True
         """Whether samples may be in the step that is being made."""
+        self._free_slots = 0
+        """The slots that the step which is being made may still give away; none if it has no rows."""
         self._read: list[Request] = []
         """The requests whose KV has been read since the last output."""
         self.turn: DecodeTurn | None = None
@@ -100,6 +100,7 @@ class FixedSlotScheduler(ReservingScheduler):
             RuntimeError: the step would have another shape; it is refused and does not run.
         """
         self._takes_rows = self.turn is None or self.turn.wait()
+        self._count_free_slots(len(self.running))
         with self.showing_waiting(self.admissible()), self.resting(self.running):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         self._check_shape(output)
@@ -112,7 +113,6 @@ class FixedSlotScheduler(ReservingScheduler):
         """Hide rows from the stock scheduler; they keep their slots. Hide all of them if the step takes none, and
         otherwise constrained ones if all masks would take too long: those that have rested longest are next."""
         hidden = self._to_rest(rows) if self._takes_rows else list(rows)
-        self._num_resting = len(hidden)
         if hidden:
             names = {request.request_id for request in hidden}
             self.running = [request for request in self.running if request.request_id not in names]
@@ -120,7 +120,6 @@ class FixedSlotScheduler(ReservingScheduler):
             yield
         finally:
             self.running.extend(hidden)
-            self._num_resting = 0
 
     def _to_rest(self, rows: Collection[Request]) -> list[Request]:
         """Return the constrained rows for whose masks the step has no time: those whose last masks are the newest."""
@@ -167,9 +166,9 @@ class FixedSlotScheduler(ReservingScheduler):
         waiting: Iterable[Request] = self.waiting
         return waiting
 
-    def decoding(self) -> int:
-        """Return the number of samples that have a slot; in a step without rows no slot is given away."""
-        return len(self.running) + self._num_resting if self._takes_rows else self.slots
+    def _count_free_slots(self, taken: int) -> None:
+        """Count once a step. taken: the samples that have a slot, also those that rest in this step."""
+        self._free_slots = self.slots - taken if self._takes_rows else 0
 
     def keep_computed(self, request: Request, num_computed_tokens: int) -> None:
         """Let nothing be found that this engine computed, in place of vLLM's `KVCacheCoordinator.cache_blocks`: vLLM
@@ -220,8 +219,9 @@ class FixedSlotScheduler(ReservingScheduler):
         """Let a request run whose KV has arrived, if a slot is free. vLLM asks in the order of arrival, and otherwise
         keeps the request in its place. Only one constrained request begins in a step that has no time for its mask."""
         late = request.use_structured_output and self._has_begun and self._mask_time_s <= ENOUGH_S
-        if late or self.decoding() >= self.slots or not super()._try_promote_blocked_waiting_request(request):
+        if late or self._free_slots <= 0 or not super()._try_promote_blocked_waiting_request(request):
             return False
+        self._free_slots -= 1
         if request.use_structured_output:
             self._mask_time_s -= _grammar(request).fill_s
             self._has_begun = True
