@@ -46,6 +46,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         """The samples whose KV is copied in a step that computes a row of them, until that step's result is there."""
         self._with_prompt: dict[str, Request] = {}
         """The samples that came with their prompts and have not begun, by the prompt's id."""
+        self._started: list[Request] = []
+        self._rows: list[Request] = []
+        """The prompts and the samples that ran when the step that is being made was begun."""
         self._tokens_left = 0
         """The prompt tokens that the step that is being made may still get."""
         self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
@@ -59,6 +62,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
         Raises RuntimeError if it made another step.
         """
+        self._started, self._rows = [], []
+        for request in self.running:
+            (self._started if is_prompt(request) else self._rows).append(request)
         chosen = self.choose()
         mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)
         if chosen and not mixes and self._had_prompts and self._has_samples():
@@ -131,7 +137,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return self._places
 
     def started(self) -> list[Request]:
-        return [request for request in self.running if is_prompt(request)]
+        return self._started
 
     def unstarted(self) -> Iterator[Request]:
         return (request for request in self.waiting if is_prompt(request))
@@ -231,7 +237,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return type(manager).get_computed_blocks(manager, request)
 
     def _has_samples(self) -> bool:
-        if not all(is_prompt(request) for request in (*self.running, *self.skipped_waiting)):
+        if self._rows or not all(map(is_prompt, self.skipped_waiting)):
             return True
         return next(self.unread(), None) is not None
 
@@ -239,16 +245,14 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
     def _showing_only(self, chosen: Sequence[Request]) -> Iterator[None]:
         """Show the stock scheduler the chosen prompts, and the samples if they may be in the step."""
         note_began(chosen)
-        before, started = self.running, self.started()
-        unfinished = [request for request in chosen if request in started]
-        rows = [request for request in before if not is_prompt(request)]
-        hidden = [request for request in started if request not in unfinished]
-        self._count_free_slots(len(rows))
+        unfinished = [request for request in chosen if request in self._started]
+        hidden = [request for request in self._started if request not in unfinished]
+        self._count_free_slots(len(self._rows))
         # What hidden prompts may still take is not free for samples, so this is asked before they are hidden.
         new = [*(self.admissible() if self._takes_rows else ()), *chosen[len(unfinished) :]]
-        self.running = [*rows, *unfinished]
+        self.running = [*self._rows, *unfinished]
         try:
-            with self.showing_waiting(new), self.resting(rows):
+            with self.showing_waiting(new), self.resting(self._rows):
                 yield
         finally:
             # Unfinished prompts go first among prompts, because the line begins with them in this order.
