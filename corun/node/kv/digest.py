@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 MAX_WORDS = 4 * 1024 * 1024
-"""The largest number of KV words to take digests of at a time. So temporary tensors stay below 100 MB for any prompt."""
+"""The most KV words to take digests of at a time. So temporary tensors stay below 100 MB for any prompt."""
 MAX_COPIED_WORDS = 16 * 1024 * 1024
-"""The largest number of KV words to copy at a time, for the same reason. Each part costs the engine's thread four calls
+"""The most KV words to copy at a time, for the same reason. Each part costs the engine's thread four calls
 into torch: prompts of 2048 tokens took it 0.9 ms each in parts of a quarter, and other threads may take its turn."""
 
 
