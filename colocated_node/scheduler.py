@@ -49,9 +49,6 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._started: list[Request] = []
         self._rows: list[Request] = []
         """The prompts and the samples that ran when the step that is being made was begun."""
-        self._tokens_left = 0
-        """The prompt tokens that the step that is being made may still get."""
-        self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
         self.kv_cache_manager.get_computed_blocks = self._computed_blocks
 
     def gpu_lock(self) -> None:
@@ -71,7 +68,6 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             chosen = []
         self._had_prompts = bool(chosen)
         self._takes_rows = mixes or not chosen
-        self._tokens_left = self.budget
         with self._showing_only(chosen):
             output: SchedulerOutput = super(FixedSlotScheduler, self).schedule(throttle_prefills)
         self._check_step(output, chosen)
@@ -138,6 +134,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def started(self) -> list[Request]:
         return self._started
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._rows)
 
     def unstarted(self) -> Iterator[Request]:
         return (request for request in self.waiting if is_prompt(request))
@@ -213,15 +213,6 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         held_by_prompts = used - samples - sum(groups.values())
         own = self._prompt_blocks - held_by_prompts - sum(map(self.reserved_for, started))
         return min(own, self.free_blocks([*self.running, *self.skipped_waiting]))
-
-    def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *_: int) -> int:
-        """Give a prompt no more tokens than the step's prompts may have: vLLM's own limit counts rows, too, and the
-        last prompt, which may be cut anywhere, would get the tokens of rows that are not there."""
-        if not is_prompt(request):
-            return num_new_tokens
-        given = min(num_new_tokens, self._tokens_left)
-        self._tokens_left -= given
-        return given
 
     def keep_computed(self, request: Request, num_computed_tokens: int) -> None:
         """Let other prompts find what a prompt has computed (prefill_node/prefix_cache.py asks for no more than it may

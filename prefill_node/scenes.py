@@ -180,7 +180,14 @@ def cut(limits: Limits) -> Iterator[Scene]:
         for size in sorted({*CUTS, limits.chunk - 16, limits.budget}):
             pieces = _pieces(length, size, limits)
             if pieces != chunks(length, limits.chunk):
-                yield Scene(f"cut into pieces of {size}", (length,), (), tuple((Piece(0, count),) for count in pieces))
+                yield _alone(length, size, pieces)
+    # A prompt alone gets all of a step.
+    if (pieces := _pieces(limits.longest, limits.budget, limits)) != chunks(limits.longest, limits.chunk):
+        yield _alone(limits.longest, limits.budget, pieces)
+
+
+def _alone(length: int, size: int, pieces: Iterable[int]) -> Scene:
+    return Scene(f"cut into pieces of {size}", (length,), (), tuple((Piece(0, count),) for count in pieces))
 
 
 def _closest(lengths: Sequence[int], wanted: int) -> int:

@@ -7,6 +7,7 @@ be switched. Must not know: connectors, sampling, slots, why a freedom holds.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ from prefill_node.prefix_cache import PrefixCache
 class PrefillScheduler(ReservingScheduler):
     """Runs prompts first come, first served; the stock scheduler makes steps without prompt tokens.
 
-    A step has at most vLLM's `max_num_scheduled_tokens`, and a prompt gets at most `chunk` tokens of it, vLLM's
-    `long_prefill_token_threshold`. A prompt without freedoms runs alone, so that its chunks follow from its own length.
+    A step has at most vLLM's `max_num_scheduled_tokens`. A prompt gets at most `chunk` tokens of it, vLLM's
+    `long_prefill_token_threshold`, or more if it may be cut anywhere and nobody else has a use for them. A prompt
+    without freedoms runs alone, so that its chunks follow from its own length.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,6 +38,11 @@ class PrefillScheduler(ReservingScheduler):
         """The most prompt tokens of a step."""
         self.chunk: int = self.scheduler_config.long_prefill_token_threshold or self.budget
         assert self.chunk <= self.budget, "the first prompt's chunk must fit the step"
+        self.scheduler_config = copy.copy(self.scheduler_config)  # The worker reads the chunk in the engine's own.
+        self.scheduler_config.long_prefill_token_threshold = 0
+        self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
+        self._given: dict[str, int] = {}
+        """The tokens that each prompt of the step that is being made may get."""
         self.prefix_cache = PrefixCache(self.kv_cache_manager, chunk_size=self.chunk, block_size=self.block_size)
         path = self.gpu_lock()
         self.turn = None if path is None else PrefillTurn(path)
@@ -60,10 +67,12 @@ class PrefillScheduler(ReservingScheduler):
         prompt without `packed` joins nobody, and nobody joins it. A prompt without `chunks` joins only if the rest of
         the step has room for its next chunk as the contract cuts it.
 
-        The choice holds if a waiting prompt turns out to have cached KV: it then needs fewer tokens than counted here,
-        and only the last prompt, which may be cut anywhere, gets more.
+        What is left of a step without rows goes to the prompts that may be cut anywhere. Rows would wait for it.
+
+        The choice holds if a waiting prompt turns out to have cached KV: it then needs fewer tokens than counted here.
         """
         chosen: list[Request] = []
+        self._given = given = {}
         left = self.budget
         for request in self._line():
             chunk = self._next_chunk(request, request.num_computed_tokens)
@@ -73,10 +82,25 @@ class PrefillScheduler(ReservingScheduler):
             if chunk > left and Freedom.CHUNKS not in may:
                 break
             chosen.append(request)
+            given[request.request_id] = min(chunk, left)
             left -= chunk
             if left <= 0:
                 break
+        for request in chosen if left > 0 and not self.has_rows else ():
+            if Freedom.CHUNKS in freedoms(request):
+                rest = request.num_prompt_tokens - request.num_computed_tokens - given[request.request_id]
+                given[request.request_id] += min(rest, left)
+                left -= min(rest, left)
         return chosen
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there are samples whose next tokens wait for this step."""
+        return False
+
+    def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *_: int) -> int:
+        """Return the tokens that a request gets of those that vLLM would give it; `choose` has decided for prompts."""
+        return min(num_new_tokens, self._given.get(request.request_id, num_new_tokens))
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)

@@ -121,7 +121,7 @@ class PrefillWorker(NodeWorker):
     def limits(self, stepper: Stepper) -> Limits:
         """Return the sizes of this engine's steps, and the longest prompt that the test of freedoms has room for."""
         on_cpu = current_platform.is_cpu()
-        longest = CPU_LONGEST if on_cpu else max(LONGEST, 2 * self.chunk_size + 100)
+        longest = CPU_LONGEST if on_cpu else max(LONGEST, 2 * self.chunk_size + 100, self.budget)
         limits = Limits(
             chunk=self.chunk_size,
             budget=min(self.budget, max(CPU_BUDGET, self.chunk_size) if on_cpu else 2**31),
