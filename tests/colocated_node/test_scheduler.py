@@ -82,8 +82,10 @@ def half(record: Record, *, reads: bool) -> Record:
 def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
     samples, prompts = half(record, reads=True), half(record, reads=False)
     found = sample_violations(samples, trace.slots) | set(prompt_violations(prompts, trace))
-    for step in record.steps:
+    for place, step in enumerate(record.steps):
         of_prompts = [n for n in step.rows if not record.requests[n].reads]
+        if any(step.rows[n].tokens > trace.chunk for n in of_prompts) and decodes_around(place, record):
+            found.add("samples wait for more of a prompt than its chunk")
         if len(of_prompts) < len(step.rows) and not all("mixed" in record.requests[n].freedoms for n in of_prompts):
             found.add("a row beside a prompt that does not allow it")
         if len(step.rows) - len(of_prompts) > trace.slots:
@@ -93,6 +95,13 @@ def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
         if step.prompt_blocks > prompts_share(stepping, trace):
             found.add("prompts use the samples' blocks")
     return found | set(waits(record))
+
+
+def decodes_around(place: int, record: Record) -> bool:
+    """Return whether a sample had rows before a step and has some after it."""
+    before = set[int]().union(*(step.rows for step in record.steps[:place]))
+    after = set[int]().union(*(step.rows for step in record.steps[place + 1 :]))
+    return any(record.requests[n].reads for n in before & after)
 
 
 def waits(record: Record) -> Iterator[str]:
@@ -191,14 +200,15 @@ def test_without_the_freedom_prompts_and_rows_take_turns(stepping: ModuleType, p
 
 @PLATFORMS
 def test_with_it_rows_ride_in_every_step_and_take_no_tokens_from_prompts(
-    stepping: ModuleType, platform: Platform
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts get the tokens that they get on a prefill node, whatever rides along, and reads begin beside them."""
+    """Prompts get the chunks that they get on a prefill node, whatever rides along, and reads begin beside them."""
     prompts = (Arrive(prompt=100, freedoms=MIXED),) * 3
     ops = (sample(16, 30), sample(16, 30), Run(4), *prompts, Run(1), sample(20, 3))
     trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
     record = checked(stepping, trace, platform)
     steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
+    monkeypatch.setattr(load("prefill_node.scheduler").PrefillScheduler, "has_rows", True)
     alone = stepping.play(OURS, replace(trace, ops=prompts), platform, role=NodeRole.PREFILL)
     tokens = [[row.tokens for n, row in step.rows.items() if not record.requests[n].reads] for step in steps]
     assert tokens == [[row.tokens for row in step.rows.values()] for step in alone.steps if step.rows]
@@ -440,6 +450,10 @@ def take_rows_tokens(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
     monkeypatch.setattr(cls, "_mamba_block_aligned_split", lambda self, request, tokens, *_: tokens)
 
 
+def see_no_rows(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "has_rows", False)
+
+
 def check_no_slots(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     """Let steps have more rows than slots."""
     check = cls._check_step
@@ -525,6 +539,7 @@ CONTROLS: dict[str, tuple[Break, str]] = {
     "rows ride with any prompt": (mix_anyway, "a row beside a prompt that does not allow it"),
     "all prompts run": (show_all_prompts, "a prompt that must be alone shares its step"),
     "prompts get the tokens of rows": (take_rows_tokens, "more prompt tokens than a step may have"),
+    "prompts get all of a step beside rows": (see_no_rows, "samples wait for more of a prompt than its chunk"),
     "rows beyond the slots": (take_any_slot, "more rows than slots"),
     "prompts never yield": (never_yield("_had_prompts", False), "a sample waits for its next row"),
     "samples never yield": (never_yield("_had_prompts", True), "an unfinished prompt waits for samples"),

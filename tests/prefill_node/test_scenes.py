@@ -99,7 +99,9 @@ def test_prompts_are_cut_at_blocks_at_odd_places_and_into_single_tokens() -> Non
     assert cuts[4099, "cut into pieces of 1000"] == (*[1000] * 4, 99)
     assert cuts[4099, "cut into pieces of 2032"] == (2032, 2032, 35)
     assert cuts[4099, "cut into pieces of 4096"] == (4096, 3)
-    assert {length for length, _ in cuts} == {17, 129, 2049, 4099}
+    assert cuts[4196, "cut into pieces of 4096"] == (4096, 100)
+    assert {length for length, _ in cuts} == {17, 129, 2049, 4099, 4196}
+    assert any(len(scene.steps) == 1 for scene in scenes.cut(replace(H200, longest=4096))), "a whole step of one prompt"
     assert all(pieces != scenes.chunks(length, 2048) for (length, _), pieces in cuts.items())
 
 

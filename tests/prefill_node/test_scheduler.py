@@ -67,9 +67,17 @@ def step_violations(step: Step, prompts: list[int], record: Record, trace: Trace
         yield "the step is too long"
     for number in prompts:
         row, request = step.rows[number], record.requests[number]
-        whole = row.start % trace.chunk == 0 and row.tokens == min(trace.chunk, request.prompt - row.start)
-        if not whole and ("chunks" not in request.freedoms or row.tokens > trace.chunk):
+        whole = row.start % trace.chunk == 0 and row.tokens == own_chunk(number, step, record, trace)
+        if not whole and "chunks" not in request.freedoms:
             yield "no chunk of the contract"
+    has_more = any(step.rows[n].tokens > trace.chunk for n in prompts)
+    if has_more and any(step.rows[n].tokens < own_chunk(n, step, record, trace) for n in prompts):
+        yield "a prompt has more than a chunk, and another less"
+
+
+def own_chunk(number: int, step: Step, record: Record, trace: Trace) -> int:
+    """Return the tokens of a prompt's chunk as the contract cuts it from where the step begins."""
+    return min(trace.chunk, record.requests[number].prompt - step.rows[number].start)
 
 
 def prompts_of(step: Step, record: Record) -> list[int]:
@@ -176,6 +184,12 @@ def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType) -> None:
         # Cut anywhere: the step is filled, and the rest comes first in the next one.
         ([(16, FREE), (16, FREE), (9, FREE), (1, FREE)], [[16, 16, 8], [1, 1]]),
         ([(16, FREE), (16, FREE), (9, PACKED), (1, FREE)], [[16, 16], [9, 1]]),
+        # What nobody else can use goes to those that may be cut anywhere, in their order.
+        ([(70, FREE)], [[40], [30]]),
+        ([(70, FREE), (5, FREE)], [[35, 5], [35]]),
+        ([(20, PACKED), (30, FREE), (5, FREE)], [[16, 19, 5], [4, 11]]),
+        ([(70, PACKED)], [[16], [16], [16], [16], [6]]),
+        ([(30, ("chunks",)), (70, ())], [[30], [16], [16], [16], [16], [6]]),
         # A prompt alone ends the step before it, and is the next one.
         ([(5, FREE), (20, ()), (5, FREE), (5, FREE)], [[5], [16], [4], [5, 5]]),
         ([(5, ()), (5, PACKED), (5, PACKED), (5, ())], [[5], [5, 5], [5]]),
@@ -206,7 +220,7 @@ def test_a_prompt_alone_is_not_starved_by_prompts_that_keep_coming(stepping: Mod
     ops = (*several, Arrive(prompt=20), *several, Run(1), *several, Run(1), *several)
     record = play(stepping, OURS, Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=40), platform)
     steps = [list(step.rows) for step in record.steps if step.rows]
-    assert steps[:7] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [2], [3], [3], [4, 5, 6]]
+    assert steps[:6] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [3], [3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +236,7 @@ def test_another_step_than_chosen_is_refused(
         shows = scheduler.showing_waiting
         monkeypatch.setattr(scheduler, "showing_waiting", lambda shown: shows([*scheduler.waiting]))
     else:
-        scheduler.scheduler_config.long_prefill_token_threshold = 8
+        monkeypatch.setattr(scheduler, "_mamba_block_aligned_split", lambda *_: 8)
     with pytest.raises(RuntimeError, match=message):
         engine.play()
 

@@ -47,6 +47,7 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     (`config/vllm.py`).
     """
 
+    scheduler_config: Any
     waiting: Any  # a vLLM RequestQueue
     running: list[Request]
 
