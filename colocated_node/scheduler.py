@@ -47,8 +47,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._with_prompt: dict[str, Request] = {}
         """The samples that came with their prompts and have not begun, by the prompt's id."""
         self._started: list[Request] = []
+        """The prompts that ran before the step that is being made."""
         self._rows: list[Request] = []
-        """The prompts and the samples that ran when the step that is being made was begun."""
+        """The samples that ran before it."""
         self.kv_cache_manager.get_computed_blocks = self._computed_blocks
 
     def gpu_lock(self) -> None:

@@ -89,8 +89,9 @@ class PrefillScheduler(ReservingScheduler):
         for request in chosen if left > 0 and not self.has_rows else ():
             if Freedom.CHUNKS in freedoms(request):
                 rest = request.num_prompt_tokens - request.num_computed_tokens - given[request.request_id]
-                given[request.request_id] += min(rest, left)
-                left -= min(rest, left)
+                more = min(rest, left)
+                given[request.request_id] += more
+                left -= more
         return chosen
 
     @property
