@@ -41,9 +41,10 @@ class MixedCertification(Certification):
 
     def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, longest: int) -> None:
         """Compute the expected bits of rows. longest: the most tokens of a prompt in one step."""
+        room = stepper.num_blocks // 4 * stepper.block_size
+        longest = min(longest, stepper.max_model_len - 1, room) // stepper.block_size * stepper.block_size
         whole = {-(-length // stepper.block_size) * stepper.block_size for length in LENGTHS}
-        longest = min(longest, stepper.max_model_len - 1)
-        self._prompt_lengths = sorted(length for length in whole if length <= longest)
+        self._prompt_lengths = sorted(length for length in {*whole, longest} if 0 < length <= longest)
         size = max(self._prompt_lengths, default=0) // stepper.block_size + 1
         last = stepper.num_blocks
         self._places = (range(last - 2 * size, last - size), range(last - size, last))

@@ -35,7 +35,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         super().__init__(*args, **kwargs)
         self.slots: int = self.vllm_config.kv_transfer_config.kv_connector_extra_config[SLOTS]
         # vLLM's limits are on both sides together (colocated_node/engine.py).
-        self.budget: int = step_tokens(self.scheduler_config) - self.slots
+        self._step_tokens = step_tokens(self.scheduler_config)
         self._places: int = self.scheduler_config.max_num_seqs - self.slots
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # Block 0 is vLLM's null block.
         self._all_blocks = blocks
@@ -63,6 +63,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._started, self._rows = [], []
         for request in self.running:
             (self._started if is_prompt(request) else self._rows).append(request)
+        # What the step's rows leave, so that the step is full if there are enough prompts: it has a graph then.
+        begin = [*self.unread(), *(request for request in self.skipped_waiting if not is_prompt(request))]
+        self.budget = self._step_tokens - min(len(self._rows) + len(begin), self.slots)
         chosen = self.choose()
         mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)
         if chosen and not mixes and self._had_prompts and self._has_samples():

@@ -39,10 +39,6 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         return int(self._settings[SLOTS])
 
     @property
-    def budget(self) -> int:
-        return super().budget - self.slots
-
-    @property
     def places(self) -> int:
         return super().places - self.slots
 
@@ -62,7 +58,7 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
     def use(self, *sizes: int) -> None:
         self.sizes = sizes
         if not current_platform.is_cpu():
-            choose_graphs_v2(self.model_runner.cudagraph_manager, sizes, self.buckets)
+            choose_graphs_v2(self.model_runner.cudagraph_manager, sizes, self.graph_of)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step: one of the scheduler, of a self-test, or of vLLM's own warm-up, which says nothing of prompts."""
@@ -100,7 +96,9 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         )
         if not test.refused[name]:
             began = time.monotonic()
-            mixed = MixedCertification(Stepper(self), self.slots, sampling_style, min(self.chunk_size, self.budget))
+            has_chunks = not test.refused.get(Freedom.CHUNKS.value, "not wanted")
+            longest = self.budget - self.slots if has_chunks else self.chunk_size
+            mixed = MixedCertification(Stepper(self), self.slots, sampling_style, longest)
             test.refused[name] = mixed.difference(self.slots)
             test.add("mixed steps", mixed.steps, mixed.comparisons, time.monotonic() - began)
 

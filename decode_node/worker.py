@@ -330,12 +330,12 @@ def columns(batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return at, mapping, local
 
 
-def choose_graphs_v2(manager: Any, sizes: Sequence[int], buckets: Sequence[int] | None = None) -> None:
+def choose_graphs_v2(manager: Any, sizes: Sequence[int], graph_of: Callable[[int], int] | None = None) -> None:
     """Let decode steps run only the captured graphs with these numbers of rows, ascending.
 
-    If prefill runs in the same engine, its steps are padded to `buckets`, numbers of tokens, ascending, as on a prefill
-    node; other piecewise graphs were captured because rows have graphs of these lengths. None: its steps keep the
-    piecewise graph of their own length (vllm/v1/worker/gpu/cudagraph_utils.py).
+    If prefill runs in the same engine, `graph_of` tells to which length its steps are padded, as on a prefill node (0:
+    they run without a graph); other piecewise graphs were captured because rows have graphs of these lengths. None: its
+    steps keep the piecewise graph of their own length (vllm/v1/worker/gpu/cudagraph_utils.py).
     """
     full = {graph.num_tokens: graph for graph in manager.graphs}
     pieces = {
@@ -347,9 +347,9 @@ def choose_graphs_v2(manager: Any, sizes: Sequence[int], buckets: Sequence[int] 
     for (tokens, loras), candidates in list(manager._candidates.items()):
         rows = [full[rows_of_step(tokens, sizes)]] if tokens <= sizes[-1] else []
         prompts = [one for one in candidates if one.uniform_token_count is None]
-        if buckets is not None:
-            bucket = next((bucket for bucket in buckets if bucket >= tokens), 0)
-            prompts = [pieces[bucket, loras]] if bucket else []
+        if graph_of is not None:
+            length = graph_of(tokens)
+            prompts = [pieces[length, loras]] if length else []
         manager._candidates[tokens, loras] = rows + prompts
 
 

@@ -55,12 +55,21 @@ log = logging.getLogger(__name__)
 def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
     """Return the step lengths that get a CUDA graph, ascending: denser where padding costs most, at most the chunk.
 
-    A prompt alone is never longer than a chunk. Steps of several prompts may be, and run without a graph: launching the
-    kernels of a step takes less time than about 1000 tokens take to compute, so beyond a chunk of that many tokens the
-    launches cost nothing. With a much smaller chunk, such steps do wait for their launches.
+    A prompt alone is never longer than a chunk. Steps of several prompts may be; see `full_step`.
     """
     sizes = [*range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256)]
     return tuple(size for size in sizes if size <= chunk_size)
+
+
+def full_step(tokens: int, chunk_size: int) -> tuple[int, ...]:
+    """Return the length of a full step, `tokens`, if it gets a CUDA graph, too.
+
+    To launch the kernels of a step takes the engine's thread 25 to 70 ms. A small model computes 8192 tokens in less.
+    While prompts wait, steps are full, so one more graph serves all of these. A step that is longer than a chunk and
+    not full runs without a graph. By the contract a prompt alone never has the full step's graph: it exists only if a
+    full step has two chunks and more.
+    """
+    return (tokens,) if 2 * chunk_size <= tokens else ()
 
 
 def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
@@ -68,19 +77,21 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
     base.prepare(config, NodeRole.PREFILL, endpoint)
     from vllm import AsyncEngineArgs
 
+    step_tokens = max(base.STEP_TOKENS, config.chunk_size)
     made = AsyncEngineArgs(
         **base.shared_arguments(config, [NodeRole.PREFILL], endpoint),
         scheduler_cls="prefill_node.scheduler.PrefillScheduler",
         worker_cls="prefill_node.worker.PrefillWorker",
         max_num_seqs=MAX_SEQUENCES,
         max_num_batched_tokens=max(base.compiled_tokens(), config.chunk_size),
-        max_num_scheduled_tokens=max(base.STEP_TOKENS, config.chunk_size),
+        max_num_scheduled_tokens=step_tokens,
         long_prefill_token_threshold=config.chunk_size,
     )
     if base.on_gpu():
         # There is one graph per bucket. A step is padded to the next bucket above its own length, so other requests
         # cannot change the shape of a prompt's own step.
-        made.compilation_config = base.gpu_graphs("PIECEWISE", prefill_buckets(config.chunk_size))
+        sizes = [*prefill_buckets(config.chunk_size), *full_step(step_tokens, config.chunk_size)]
+        made.compilation_config = base.gpu_graphs("PIECEWISE", sizes)
         made.attention_config = base.gpu_attention(made)
     return made
 

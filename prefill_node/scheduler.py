@@ -35,7 +35,7 @@ class PrefillScheduler(ReservingScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget: int = self.max_num_scheduled_tokens
-        """The most prompt tokens of a step."""
+        """The most prompt tokens of the next step."""
         self.chunk: int = self.scheduler_config.long_prefill_token_threshold or self.budget
         assert self.chunk <= self.budget, "the first prompt's chunk must fit the step"
         self.scheduler_config = copy.copy(self.scheduler_config)  # The worker reads the chunk in the engine's own.

@@ -9,6 +9,7 @@ loaded model's own steps, before the node serves. Must not know: gRPC.
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ CPU_LONGEST, CPU_BUDGET, CPU_SCENES = 1600, 2048, 2
 """The longest prompt, the most tokens of a step and the number of scenes of each kind on a CPU, where the test grants
 nothing and only finds what differs."""
 CPU_UNKNOWN = "a CPU's libraries do not tell in which order they sum for other numbers of rows"
+PADDING = 8
+"""The part of a full step that may be padding, as its denominator."""
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
@@ -50,7 +53,15 @@ class PrefillWorker(NodeWorker):
         times = super().compile_or_warm_up_model()
         score_in_steps = score_in_steps_v1 if current_platform.is_cpu() else score_in_steps_v2
         score_in_steps(self.model_runner, self.scorer())
+        if not current_platform.is_cpu():
+            choose_prompt_graphs_v2(self.model_runner.cudagraph_manager, self.graph_of)
         return times
+
+    def graph_of(self, tokens: int) -> int:
+        """Return the length to which a step with prompts is padded, which has a graph; 0: it runs without one."""
+        if tokens >= self.nearly_full:
+            return self.full_step
+        return next((bucket for bucket in self.buckets if bucket >= tokens), 0)
 
     def scorer(self) -> Scorer:
         """Return how this node scores tokens."""
@@ -104,9 +115,25 @@ class PrefillWorker(NodeWorker):
         return int(self.vllm_config.scheduler_config.long_prefill_token_threshold or self.budget)
 
     @property
-    def buckets(self) -> list[int]:
-        """The lengths of steps that have a graph, ascending."""
+    def graphs(self) -> list[int]:
+        """The lengths of all captured graphs, ascending."""
         return sorted(self.vllm_config.compilation_config.cudagraph_capture_sizes or [])
+
+    @property
+    def buckets(self) -> list[int]:
+        """The lengths of steps that have a graph by the contract, ascending."""
+        return [size for size in self.graphs if size <= self.chunk_size]
+
+    @property
+    def full_step(self) -> int:
+        """The length of a full step if that has a graph (prefill_node/engine.py: `full_step`); else 0."""
+        return self.budget if self.budget in self.graphs[-1:] and self.budget > self.chunk_size else 0
+
+    @property
+    def nearly_full(self) -> int:
+        """The least tokens of a step that is padded to a full one. One that is shorter would compute too much padding:
+        a large model computes the rest in less time."""
+        return self.full_step - self.full_step // PADDING if self.full_step else sys.maxsize
 
     @property
     def budget(self) -> int:
@@ -127,10 +154,20 @@ class PrefillWorker(NodeWorker):
             budget=min(self.budget, max(CPU_BUDGET, self.chunk_size) if on_cpu else 2**31),
             sequences=self.places,
             longest=min(longest, stepper.max_model_len - 1),
-            buckets=tuple(self.buckets),
+            buckets=(*self.buckets, *((self.nearly_full - 1, self.full_step) if self.full_step else ())),
             scenes=CPU_SCENES if on_cpu else 2**20,
         )
         return within(limits, stepper.num_blocks - 1, stepper.block_size)
+
+
+def choose_prompt_graphs_v2(manager: Any, graph_of: Callable[[int], int]) -> None:
+    """Let steps with prompts run the graph that `graph_of` tells, or none (vllm/v1/worker/gpu/cudagraph_utils.py). By
+    itself vLLM takes the next longer one, also for a step that is far from full. Graphs of rows stay as they are."""
+    for (tokens, loras), candidates in list(manager._candidates.items()):
+        length = graph_of(tokens)
+        manager._candidates[tokens, loras] = [
+            one for one in candidates if one.uniform_token_count is not None or one.num_tokens == length
+        ]
 
 
 class FreedomTest:

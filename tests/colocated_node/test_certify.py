@@ -89,11 +89,11 @@ def test_a_prompt_whose_kv_follows_rows_is_found(module: ModuleType) -> None:
     ("block_size", "longest", "max_model_len", "lengths"),
     [
         (16, 2048, 9999, {16, 336, 1008, 2048}),
-        (16, 512, 9999, {16, 336}),
+        (16, 512, 9999, {16, 336, 512}),
         (16, 2048, 1009, {16, 336, 1008}),  # A longer prompt than the model's own would overrun its buffers.
-        (16, 2048, 1008, {16, 336}),
+        (16, 2048, 1008, {16, 336, 992}),
         (64, 2048, 9999, {64, 384, 1024, 2048}),  # MLA's blocks.
-        (64, 512, 9999, {64, 384}),
+        (64, 512, 9999, {64, 384, 512}),
     ],
 )
 def test_prompts_are_whole_blocks_that_step_and_model_have_room_for(
@@ -326,13 +326,13 @@ def test_steps_with_prompts_run_the_graphs_of_a_prefill_node() -> None:
     module = load("colocated_node.worker")
     manager, holds = Graphs(), [False]
     module.keep_rows_graphs_v2(manager, lambda: holds[0])
-    module.choose_graphs_v2(manager, [4, 8], [16, 32])
+    module.choose_graphs_v2(manager, [4, 8], lambda tokens: 16 if tokens <= 16 else 32)
     assert [manager.dispatch(3, 3, 1), manager.dispatch(8, 8, 1)] == [(4, 1), (8, 1)]
     assert [manager.dispatch(9, 9, 1), manager.dispatch(1, 20, None)] == [(16, None), (32, None)]
     holds[0] = True
     assert [manager.dispatch(3, 3, 1), manager.dispatch(8, 8, 1)] == [(16, None), (16, None)]
     assert manager.dispatch(3, 17, 1) == (32, None)
-    module.choose_graphs_v2(manager, [8], [16])
+    module.choose_graphs_v2(manager, [8], lambda tokens: 16 if tokens <= 16 else 0)
     assert manager.dispatch(3, 17, None) is None, "longer steps than the last bucket run without a graph"
     holds[0] = False
     assert [manager.dispatch(3, 3, 1), manager.dispatch(9, 9, 1)] == [(8, 1), (16, None)], "4 rows are not allowed now"

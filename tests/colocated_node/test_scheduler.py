@@ -81,7 +81,8 @@ def half(record: Record, *, reads: bool) -> Record:
 
 def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
     samples, prompts = half(record, reads=True), half(record, reads=False)
-    found = sample_violations(samples, trace.slots) | set(prompt_violations(prompts, trace))
+    whole = replace(trace, budget=trace.budget + trace.slots)
+    found = sample_violations(samples, trace.slots) | set(prompt_violations(prompts, whole))
     for place, step in enumerate(record.steps):
         of_prompts = [n for n in step.rows if not record.requests[n].reads]
         if any(step.rows[n].tokens > trace.chunk for n in of_prompts) and decodes_around(place, record):
@@ -90,8 +91,8 @@ def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
             found.add("a row beside a prompt that does not allow it")
         if len(step.rows) - len(of_prompts) > trace.slots:
             found.add("more rows than slots")
-        if sum(step.rows[n].tokens for n in of_prompts) > trace.budget:
-            found.add("more prompt tokens than a step may have")
+        if sum(row.tokens for row in step.rows.values()) > whole.budget:
+            found.add("more tokens than a step may have")
         if step.prompt_blocks > prompts_share(stepping, trace):
             found.add("prompts use the samples' blocks")
     return found | set(waits(record))
@@ -151,15 +152,16 @@ def rows_of(record: Record) -> list[dict[int, Any]]:
 
 @PLATFORMS
 def test_prompts_alone_get_the_steps_of_a_prefill_node(stepping: ModuleType, platform: Platform) -> None:
-    """A prefill node of as many blocks as are for prompts here. Nothing is cached: the prefix cache has all blocks that
-    are free, and here are more of them."""
+    """A prefill node of as many blocks as are for prompts here, with steps of as many tokens. Nothing is cached: the
+    prefix cache has all blocks that are free, and here are more of them."""
 
     @examples(60)
     @given(prefill_traces(freedoms=[may for may in ALL if "cached" not in may]))
     def check(trace: Trace) -> None:
         # With several steps in flight, an engine that reads KV gets the blocks of aborted prompts back a step later.
         blocks, times = (trace.blocks, 2) if platform is CPU else (PLENTY, 8)
-        one = stepping.play(OURS, replace(trace, blocks=blocks), platform, role=NodeRole.PREFILL)
+        whole = (trace.budget or trace.chunk) + trace.slots
+        one = stepping.play(OURS, replace(trace, blocks=blocks, budget=whole), platform, role=NodeRole.PREFILL)
         both = stepping.play(COLOCATED, replace(trace, blocks=times * blocks), platform, role=None)
         assert rows_of(both) == rows_of(one)
         assert (both.outputs, both.finished, both.left_over) == (one.outputs, one.finished, [])
@@ -199,19 +201,18 @@ def test_without_the_freedom_prompts_and_rows_take_turns(stepping: ModuleType, p
 
 
 @PLATFORMS
-def test_with_it_rows_ride_in_every_step_and_take_no_tokens_from_prompts(
-    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+def test_with_it_rows_ride_in_every_step_and_prompts_get_all_that_they_leave(
+    stepping: ModuleType, platform: Platform
 ) -> None:
-    """Prompts get the chunks that they get on a prefill node, whatever rides along, and reads begin beside them."""
+    """A full step has a graph, so none may be a few tokens short. And reads begin beside prompts."""
     prompts = (Arrive(prompt=100, freedoms=MIXED),) * 3
     ops = (sample(16, 30), sample(16, 30), Run(4), *prompts, Run(1), sample(20, 3))
     trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
     record = checked(stepping, trace, platform)
     steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
-    monkeypatch.setattr(load("prefill_node.scheduler").PrefillScheduler, "has_rows", True)
-    alone = stepping.play(OURS, replace(trace, ops=prompts), platform, role=NodeRole.PREFILL)
-    tokens = [[row.tokens for n, row in step.rows.items() if not record.requests[n].reads] for step in steps]
-    assert tokens == [[row.tokens for row in step.rows.values()] for step in alone.steps if step.rows]
+    totals = [sum(row.tokens for row in step.rows.values()) for step in steps]
+    assert set(totals[:6]) <= {43, 44}, "of 40 + 4; one token is kept for the sample whose KV may arrive"
+    assert totals[0] == 44
     assert all(any(record.requests[n].reads for n in step.rows) for step in steps)
     began = next(place for place, step in enumerate(record.steps) if 5 in step.loads)
     assert record.steps[began] in steps[:3], "the read begins while prompts fill their part of each step"
@@ -447,7 +448,8 @@ def show_all_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
 
 
 def take_rows_tokens(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(cls, "_mamba_block_aligned_split", lambda self, request, tokens, *_: tokens)
+    whole = property(lambda self: getattr(self, "_step_tokens", 1000), lambda *_: None)
+    monkeypatch.setattr(cls, "budget", whole, raising=False)
 
 
 def see_no_rows(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
@@ -538,7 +540,7 @@ def let_all_be_found(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
 CONTROLS: dict[str, tuple[Break, str]] = {
     "rows ride with any prompt": (mix_anyway, "a row beside a prompt that does not allow it"),
     "all prompts run": (show_all_prompts, "a prompt that must be alone shares its step"),
-    "prompts get the tokens of rows": (take_rows_tokens, "more prompt tokens than a step may have"),
+    "prompts get the tokens of rows": (take_rows_tokens, "more tokens than a step may have"),
     "prompts get all of a step beside rows": (see_no_rows, "samples wait for more of a prompt than its chunk"),
     "rows beyond the slots": (take_any_slot, "more rows than slots"),
     "prompts never yield": (never_yield("_had_prompts", False), "a sample waits for its next row"),

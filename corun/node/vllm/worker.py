@@ -54,7 +54,7 @@ CACHE_SIZES = (188, 191, 194)
 in Python: the sizes of the data caches, in bytes; 0: not known."""
 BESIDE_TORCH_BYTES = 2**30
 """The part of an engine's share of a GPU that is left to what torch does not allocate: CUDA, NCCL and NIXL themselves,
-and captured graphs. On H200 it was 0.9 to 1.3 GiB."""
+and the graphs' own data. On H200 it was 0.9 to 1.3 GiB, with the pool of graphs of up to 2048 tokens."""
 HASH_THREADS = 16
 PART_BYTES = 16 * 1024 * 1024
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
@@ -99,11 +99,15 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         if current_platform.is_cpu():
             return super().determine_available_memory()
         torch.cuda.reset_peak_memory_stats(self.device)
+        loaded = torch.cuda.memory_allocated(self.device)
         with torch.inference_mode():
             self.model_runner.profile_run()
         taken = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
-        return self.requested_memory - taken - BESIDE_TORCH_BYTES
+        # Graphs share one pool, and the longest takes as much of it as its step would take without a graph.
+        longest = max(self.vllm_config.compilation_config.cudagraph_capture_sizes or [0])
+        graphs = (taken - loaded) * longest // self.scheduler_config.max_num_batched_tokens
+        return self.requested_memory - taken - graphs - BESIDE_TORCH_BYTES
 
     def compile_or_warm_up_model(self) -> Any:
         stages.enter("warming up, and capturing graphs")

@@ -1,0 +1,52 @@
+"""Which graph a step with prompts runs on a GPU. The worker is vLLM's class without a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefill_node.engine import full_step, prefill_buckets
+from tests.loading import load
+
+
+def worker(chunk: int, step: int, compiled: int = 8192) -> Any:
+    """Return a prefill node's worker with the graphs that its engine asks for."""
+    module = load("prefill_node.worker")
+    made = object.__new__(module.PrefillWorker)
+    sizes = [*prefill_buckets(chunk), *full_step(step, chunk)]
+    made.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            long_prefill_token_threshold=chunk, max_num_scheduled_tokens=step, max_num_batched_tokens=compiled
+        ),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
+    )
+    return made
+
+
+def test_a_full_step_has_a_graph_and_one_that_is_half_full_has_none() -> None:
+    found = worker(chunk=2048, step=8192)
+    lengths = (1, 2047, 2048, 2049, 7167, 7168, 8191, 8192)
+    assert [found.graph_of(tokens) for tokens in lengths] == [16, 2048, 2048, 0, 0, 8192, 8192, 8192]
+    assert found.buckets == [*prefill_buckets(2048)], "the contract's own"
+
+
+@pytest.mark.parametrize(("chunk", "step"), [(4096, 4096), (8192, 8192), (2049, 4096)])
+def test_a_prompt_alone_never_has_the_graph_of_a_full_step(chunk: int, step: int) -> None:
+    found = worker(chunk=chunk, step=step)
+    lengths = {tokens: found.graph_of(tokens) for tokens in range(1, chunk + 1)}
+    assert lengths == {
+        tokens: next((bucket for bucket in prefill_buckets(chunk) if bucket >= tokens), 0) for tokens in lengths
+    }
+
+
+def test_graphs_of_rows_stay_and_longer_ones_of_prompts_go() -> None:
+    module = load("prefill_node.worker")
+    piece, long, rows = (
+        SimpleNamespace(num_tokens=tokens, uniform_token_count=count)
+        for tokens, count in ((16, None), (64, None), (64, 1))
+    )
+    manager = SimpleNamespace(_candidates={(9, 0): [rows, piece], (20, 0): [rows, long], (60, 0): [rows, long]})
+    module.choose_prompt_graphs_v2(manager, lambda tokens: 16 if tokens <= 16 else 64 if tokens >= 56 else 0)
+    assert manager._candidates == {(9, 0): [rows, piece], (20, 0): [rows], (60, 0): [rows, long]}
