@@ -3,8 +3,10 @@
 Owns: which of the two are in the next step. Rows of samples ride in a step of prompts if each of the prompts allows
 that (`Freedom.MIXED`); otherwise steps of prompts and of rows take turns. What a prompt or a sample may do else is
 decided as on a node of one role (prefill_node/scheduler.py, decode_node/scheduler.py): a request's own parameters say
-which of the two it is. And which samples begin in the step that copies their KV. Must not know: connectors, sampling,
-why a freedom holds.
+which of the two it is. And what samples do with the KV of this engine's own prompts: whole blocks are read where they
+are, which no row ever writes to, the last block is copied, and the sample begins in the step that copies it. If all
+allow it, the sample begins in its prompt's last step instead, and computes the tokens of the last block itself. Must
+not know: connectors, sampling, why a freedom holds.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from vllm.v1.request import Request, RequestStatus
 from colocated_node.shares import SLOTS, prompt_blocks
 from corun.node.kv import handle
 from corun.node.vllm.start import step_tokens
+from corun.room import shared_blocks
 from corun.types import Freedom, NodeRef
 from decode_node.scheduler import FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
 
+DRAWS_AT_ONCE = frozenset({Freedom.MIXED, Freedom.CHUNKS, Freedom.SCORES})
+"""What a prompt must allow so that its sample may draw the first token in the prompt's own last step: rows beside
+prompts, any cuts of a prompt, and rows that have the bits of prompts."""
 LACKS_KV = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 """The states of a sample whose copy is of no use, or was refused; any other has computed a row from it."""
 
@@ -46,6 +52,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         """The samples whose KV is copied in a step that computes a row of them, until that step's result is there."""
         self._with_prompt: dict[str, Request] = {}
         """The samples that came with their prompts and have not begun, by the prompt's id."""
+        self._beside: list[Request] = []
+        """The samples that are to begin in the last step of their prompts, which is being made."""
+        self._slots_left = 0
+        """The slots that are left to these."""
         self._started: list[Request] = []
         """The prompts that ran before the step that is being made."""
         self._rows: list[Request] = []
@@ -65,16 +75,20 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             (self._started if is_prompt(request) else self._rows).append(request)
         # What the step's rows leave, so that the step is full if there are enough prompts: it has a graph then.
         begin = [*self.unread(), *(request for request in self.skipped_waiting if not is_prompt(request))]
-        self.budget = self._step_tokens - min(len(self._rows) + len(begin), self.slots)
+        rows = min(len(self._rows) + len(begin), self.slots)
+        self.budget, self._slots_left, self._beside = self._step_tokens - rows, self.slots - rows, []
         chosen = self.choose()
         mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)
         if chosen and not mixes and self._had_prompts and self._has_samples():
             chosen = []
+        if not (chosen and mixes):
+            self._beside = []
         self._had_prompts = bool(chosen)
         self._takes_rows = mixes or not chosen
         with self._showing_only(chosen):
             output: SchedulerOutput = super(FixedSlotScheduler, self).schedule(throttle_prefills)
         self._check_step(output, chosen)
+        self._note_begun_beside(output)
         self._note_copies(output)
         self._note_last_steps(chosen)
         return output
@@ -108,6 +122,44 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         if self.finished_req_ids or not self.requests:
             return False
         return all(handle.OWN_PROMPT_PARAM in (each.kv_transfer_params or {}) for each in self.requests.values())
+
+    def beside(self, request: Request, left: int) -> int:
+        """Let the sample that came with a prompt begin in the prompt's last step, if all allow it. Return its tokens.
+
+        All KV that it reads is there when its attention runs: each layer writes the KV of all tokens of a step first.
+        """
+        sample = self._with_prompt.get(request.request_id)
+        if sample is None or sample.status is not RequestStatus.WAITING or sample.use_structured_output:
+            return 0
+        tail = self._tail(sample)
+        may = DRAWS_AT_ONCE.issubset(freedoms(request)) and self.kv_cache_manager.enable_caching
+        if not may or tail > left or self._slots_left <= 0 or sample.prompt_token_ids != request.prompt_token_ids:
+            return 0
+        self._slots_left -= 1
+        self._beside.append(sample)
+        return tail
+
+    def _tail(self, sample: Request) -> int:
+        """Return how many tokens a prompt has behind the blocks that a sample may read in place."""
+        whole = shared_blocks(sample.num_prompt_tokens, self.block_size)
+        return int(sample.num_prompt_tokens) - whole * int(self.block_size)
+
+    def _with_room(self) -> Iterator[Request]:
+        """Yield those that are to begin beside their prompts for which there is KV room."""
+        for sample in self._beside:
+            self.free_room -= self.blocks_of(sample) - shared_blocks(sample.num_prompt_tokens, self.block_size)
+            if self.free_room >= 0:
+                yield sample
+
+    def _note_begun_beside(self, output: SchedulerOutput) -> None:
+        """Forget that samples have begun in their prompts' last step if they have not: they come as all others do."""
+        for sample in self._beside:
+            params = sample.kv_transfer_params
+            if sample.request_id in output.num_scheduled_tokens:
+                params.pop(handle.OWN_PROMPT_PARAM)
+            else:
+                for name in (handle.TAIL_PARAM, handle.IN_PLACE_PARAM, handle.STAMPS_PARAM, handle.AT_ONCE_PARAM):
+                    params.pop(name, None)
 
     def _forget_begun(self) -> None:
         waiting = (one for one in self._with_prompt.items() if one[1].status is RequestStatus.WAITING)
@@ -165,6 +217,31 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             request.kv_transfer_params[handle.AT_ONCE_PARAM] = begins
         return chosen
 
+    def in_place(self, request: Request) -> Sequence[Any]:
+        """Return the whole blocks of a sample's prompt before its last position, if this engine holds that prompt's KV.
+
+        The sample holds the blocks like its prompt does, until it ends. Whatever does not fit, such as a stale handle,
+        is left to the copy of all blocks, which is judged.
+        """
+        if not (self._is_own(request) and self.kv_cache_manager.enable_caching):
+            return ()
+        params = request.kv_transfer_params
+        prompt = self.requests.get(handle.names_in(params["remote_request_id"])[0])
+        if prompt is None or not is_prompt(prompt) or prompt.prompt_token_ids != request.prompt_token_ids:
+            return ()
+        (held,) = self.kv_cache_manager.get_blocks(prompt.request_id).blocks
+        is_beside = handle.OWN_PROMPT_PARAM in params  # It is not told yet where the KV will be.
+        if not is_beside and [block.block_id for block in held] != params["remote_block_ids"][0]:
+            return ()
+        whole: list[Any] = held[: shared_blocks(request.num_prompt_tokens, self.block_size)]
+        return whole
+
+    def _num_in_prompt(self, request: Request) -> int:
+        """Return how many blocks of a sample its prompt still holds, too."""
+        params = request.kv_transfer_params
+        in_place: int = params.get(handle.IN_PLACE_PARAM, 0)
+        return in_place if handle.names_in(params["remote_request_id"])[0] in self.requests else 0
+
     def being_read(self) -> Iterator[Request]:
         yield from super().being_read()
         yield from self._copying.values()
@@ -204,14 +281,16 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
     def room(self, started: Sequence[Request]) -> int:
         """Return the number of KV blocks that prompts have and do not use yet, for those that have not started.
 
-        All blocks in use that no sample holds are prompts'. Samples share the blocks of their prompt's start.
+        All blocks in use that no sample holds are prompts', and those that a sample reads in place, until its prompt is
+        gone. Samples share the blocks of their prompt's start.
         """
         used: int = self._all_blocks - self.kv_cache_manager.block_pool.get_num_free_blocks()
         samples, groups = 0, dict[str | None, int]()
         for request in (*self.running, *self.skipped_waiting):
             if not is_prompt(request):
-                held = sum(map(len, self.kv_cache_manager.get_blocks(request.request_id).blocks))
-                shared = min(held, self.shared_tokens(request) // self.block_size)
+                in_prompt = self._num_in_prompt(request)
+                held = sum(map(len, self.kv_cache_manager.get_blocks(request.request_id).blocks)) - in_prompt
+                shared = min(held, max(0, self.shared_tokens(request) // self.block_size - in_prompt))
                 samples += held - shared
                 groups[request.cache_salt] = max(shared, groups.get(request.cache_salt, 0))
         held_by_prompts = used - samples - sum(groups.values())
@@ -229,6 +308,13 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         if is_prompt(request):
             return self.prefix_cache.get_computed_blocks(request)
         manager = self.kv_cache_manager
+        blocks, params = self.in_place(request), request.kv_transfer_params
+        if handle.OWN_PROMPT_PARAM in params:
+            # It copies nothing, so its claim to the prompt's KV names no block.
+            params |= {handle.TAIL_PARAM: True, handle.AT_ONCE_PARAM: True, handle.STAMPS_PARAM: b""}
+        if blocks:
+            params[handle.IN_PLACE_PARAM] = len(blocks)
+            return manager.create_kv_cache_blocks((list(blocks),)), len(blocks) * self.block_size, 0
         return type(manager).get_computed_blocks(manager, request)
 
     def _has_samples(self) -> bool:
@@ -244,7 +330,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         hidden = [request for request in self._started if request not in unfinished]
         self._count_free_slots(len(self._rows))
         # What hidden prompts may still take is not free for samples, so this is asked before they are hidden.
-        new = [*(self.admissible() if self._takes_rows else ()), *chosen[len(unfinished) :]]
+        admitted = self.admissible() if self._takes_rows else ()
+        new = [*admitted, *chosen[len(unfinished) :], *self._with_room()]
         self.running = [*self._rows, *unfinished]
         try:
             with self.showing_waiting(new), self.resting(self._rows):
@@ -261,7 +348,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             (prompts if is_prompt(self.requests[name]) else rows)[name] = count
         if rows and not self._takes_rows:
             raise RuntimeError(f"the prefill step of {sorted(prompts)} holds rows of {sorted(rows)}")
-        if len(rows) > self.slots or any(count != 1 for count in rows.values()):
+        tails = {sample.request_id: self._tail(sample) for sample in self._beside}
+        if len(rows) > self.slots or any(count != tails.get(name, 1) for name, count in rows.items()):
             raise RuntimeError(f"a decode step holds one token for up to {self.slots} requests: {rows}")
         self.check_prompts(prompts, chosen)
         if prompts:

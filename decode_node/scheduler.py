@@ -23,7 +23,7 @@ engine knows when. Must not know: leases, gRPC, sampling.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,8 @@ class FixedSlotScheduler(ReservingScheduler):
         """Whether samples may be in the step that is being made."""
         self._free_slots = 0
         """The slots that the step which is being made may still give away; none if it has no rows."""
+        self.free_room = 0
+        """The KV blocks that the samples which `admissible` has returned leave to others."""
         self._read: list[Request] = []
         """The requests whose KV has been read since the last output."""
         self.turn: DecodeTurn | None = None
@@ -139,6 +141,7 @@ class FixedSlotScheduler(ReservingScheduler):
         The order is FIFO, so the first request without room ends the list. Only those that wait for another sample's
         read are passed by.
         """
+        self.free_room = 0
         if not self.waiting:
             return []
         free = self.free_blocks([*self.running, *self.skipped_waiting])
@@ -147,9 +150,12 @@ class FixedSlotScheduler(ReservingScheduler):
         chosen: list[Request] = []
         blocks = 0
         for request in self.unread():
-            if request.cache_salt not in found:
-                found[request.cache_salt] = self._found(request)
-            are_held, num_held = found[request.cache_salt]
+            if num_held := len(self.in_place(request)):
+                are_held = True
+            else:
+                if request.cache_salt not in found:
+                    found[request.cache_salt] = self._found(request)
+                are_held, num_held = found[request.cache_salt]
             if not are_held:
                 if request.cache_salt in reading:
                     continue
@@ -159,7 +165,12 @@ class FixedSlotScheduler(ReservingScheduler):
             if free < 0 or (chosen and blocks > ADMITTED_BLOCKS):
                 break
             chosen.append(request)
+        self.free_room = max(free, 0)
         return chosen
+
+    def in_place(self, request: Request) -> Sequence[Any]:
+        """Return the blocks of its prompt that a sample reads where they are. An engine without prompts has none."""
+        return ()
 
     def unread(self) -> Iterable[Request]:
         """Return the samples whose KV has not begun to be read, in the order of their arrival."""

@@ -72,7 +72,7 @@ class PrefillScheduler(ReservingScheduler):
         The choice holds if a waiting prompt turns out to have cached KV: it then needs fewer tokens than counted here.
         """
         chosen: list[Request] = []
-        self._given = given = {}
+        self._given = {}
         left = self.budget
         for request in self._line():
             chunk = self._next_chunk(request, request.num_computed_tokens)
@@ -82,17 +82,29 @@ class PrefillScheduler(ReservingScheduler):
             if chunk > left and Freedom.CHUNKS not in may:
                 break
             chosen.append(request)
-            given[request.request_id] = min(chunk, left)
-            left -= chunk
+            left = self._give(request, chunk, left)
             if left <= 0:
                 break
         for request in chosen if left > 0 and not self.has_rows else ():
-            if Freedom.CHUNKS in freedoms(request):
-                rest = request.num_prompt_tokens - request.num_computed_tokens - given[request.request_id]
-                more = min(rest, left)
-                given[request.request_id] += more
-                left -= more
+            if Freedom.CHUNKS in freedoms(request) and (rest := self._left_of(request)):
+                left = self._give(request, rest, left)
         return chosen
+
+    def _give(self, request: Request, tokens: int, left: int) -> int:
+        """Give a prompt so many more tokens of the step, of which these are left. Return how many then are."""
+        given = min(tokens, left)
+        self._given[request.request_id] = self._given.get(request.request_id, 0) + given
+        left -= given
+        return left if self._left_of(request) else left - self.beside(request, left)
+
+    def _left_of(self, request: Request) -> int:
+        """Return how many tokens of a prompt are left to later steps."""
+        given = self._given.get(request.request_id, 0)
+        return int(request.num_prompt_tokens) - int(request.num_computed_tokens) - given
+
+    def beside(self, request: Request, left: int) -> int:
+        """Return how many of the tokens that are left others take because this step is the prompt's last."""
+        return 0
 
     @property
     def has_rows(self) -> bool:

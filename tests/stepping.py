@@ -34,7 +34,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from colocated_node.shares import SLOTS
 from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, OWN_PROMPT_PARAM, STAMPS_PARAM, owner
+from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, IN_PLACE_PARAM, OWN_PROMPT_PARAM, STAMPS_PARAM, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as nodes
 from corun.types import NixlEndpoint, NodeRef, NodeRole
@@ -119,6 +119,8 @@ class _Engine:
         self._lease_of: dict[int, int] = {}
         self.samples: dict[int, int] = {}  # a prompt -> the sample that came with it
         self._content: dict[int, tuple[Any, ...]] = {}  # What each block holds: (prompt, number), or who wrote it.
+        self._first_seen: dict[tuple[int, int], tuple[Any, ...]] = {}  # What a sample's blocks in place held first.
+        self._of_prompt: dict[int, list[int]] = {}  # By sample that reads in place, all blocks of its prompt.
         self._trace = trace
         self._transfer = config.kv_transfer_config
         self.worker: Any = _PullWorker(self.record) if self._transfer else _Worker(self.record)
@@ -254,7 +256,14 @@ class _Engine:
         found = {block for new in news for block in new.block_ids[0][: new.num_computed_tokens // BLOCK_SIZE]}
         pool = self.scheduler.kv_cache_manager.block_pool  # What has been read is found from the next step on.
         of_samples = (blocks for name, blocks in given.items() if self._is_sample(int(name)))
+        found.update(*map(self._in_prompt, given))
         return found | {block for block in itertools.chain(*of_samples) if pool.blocks[block].block_hash is not None}
+
+    def _in_prompt(self, name: str) -> list[int]:
+        """The blocks of its prompt that a sample reads where they are, in the prompt's order."""
+        request = self.scheduler.requests.get(name)
+        count = (request.kv_transfer_params or {}).get(IN_PLACE_PARAM, 0) if request is not None else 0
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0][:count]) if count else []
 
     def _compute(self, rows: dict[int, Row], read: set[int], zeroed: set[int], loads: dict[str, Any]) -> int:
         """Do to the blocks what a step does. Return how many blocks, from which its rows read, are not the prompt's.
@@ -262,6 +271,9 @@ class _Engine:
         A row whose own copy is refused computes nothing that anybody gets."""
         if not any(map(self._is_sample, range(len(self.record.requests)))):
             return 0
+        for name in self.scheduler.requests:
+            if self._in_prompt(name) and int(name) not in self._of_prompt:
+                (self._of_prompt[int(name)],) = self.scheduler.kv_cache_manager.get_block_ids(str(int(name) + 1))
         self._content.update(dict.fromkeys(zeroed, ("zeros",)))
         self._content.update(dict.fromkeys(read, ("on its way",)))
         own = [(name, meta.local_block_ids[0]) for name, meta in loads.items() if meta.local_block_ids]
@@ -282,11 +294,25 @@ class _Engine:
             if self._is_sample(number) and not (arrival.own and arrival.fails):
                 # The first row also reads what was brought of the block that it writes to.
                 read_until = arrival.prompt - 1 + (BLOCK_SIZE - 1 if row.start == arrival.prompt - 1 else 0)
+                in_place = len(self._in_prompt(str(number)))
                 for i, block in enumerate(blocks[: read_until // BLOCK_SIZE]):
-                    wrong += self._content.get(block) != (arrival.prompt, arrival.group or str(number), i)
+                    content = self._content.get(block, ("nobody",))
+                    if i < in_place:
+                        wrong += not self._is_in_place(number, i, block, content)
+                    else:
+                        expected: tuple[Any, ...] = (arrival.prompt, arrival.group or str(number), i)
+                        wrong += content != expected
             written = blocks[row.start // BLOCK_SIZE : (row.start + row.tokens - 1) // BLOCK_SIZE + 1]
             self._content.update(dict.fromkeys(written, ("written by", number)))
         return wrong
+
+    def _is_in_place(self, number: int, i: int, block: int, content: tuple[Any, ...]) -> bool:
+        """Return whether a sample's block is the one of its prompt, which prompts have computed, and holds what it held
+        when the sample began."""
+        what, *by = content
+        if what != "written by" or not self._is_prompt(*by) or block != self._of_prompt[number][i]:
+            return False
+        return self._first_seen.setdefault((number, i), content) == content
 
     def _is_there(self, blocks: Sequence[int], sample: Arrive) -> bool:
         """Return whether these blocks are as many as the sample's prompt needs, and prompts have computed them: all

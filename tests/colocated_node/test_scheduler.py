@@ -32,6 +32,7 @@ from tests.traces import (
     Arrive,
     Platform,
     Record,
+    Row,
     Run,
     Trace,
     colocated_traces,
@@ -41,7 +42,9 @@ from tests.traces import (
 
 COLOCATED = "colocated_node.scheduler.ColocatedScheduler"
 MIXED = (*FREE, "mixed")
-ALL = ((), PACKED, FREE, ("chunks",), ("packed", "mixed"), ("mixed",), MIXED, (*MIXED, "cached"), ("cached",))
+AT_ONCE = (*MIXED, "scores", "cached")
+"""What lets a sample begin in its prompt's last step."""
+ALL = ((), PACKED, FREE, ("chunks",), ("packed", "mixed"), ("mixed",), MIXED, (*MIXED, "scores"), AT_ONCE, ("cached",))
 LONGEST_WAIT = 2
 """The most steps from one row of a sample to its next, or without a prompt while one is unfinished."""
 PLENTY = 1000
@@ -80,7 +83,7 @@ def half(record: Record, *, reads: bool) -> Record:
 
 
 def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
-    samples, prompts = half(record, reads=True), half(record, reads=False)
+    samples, prompts = half(without_tails(record), reads=True), half(record, reads=False)
     whole = replace(trace, budget=trace.budget + trace.slots)
     found = sample_violations(samples, trace.slots) | set(prompt_violations(prompts, whole))
     for place, step in enumerate(record.steps):
@@ -96,6 +99,26 @@ def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
         if step.prompt_blocks > prompts_share(stepping, trace):
             found.add("prompts use the samples' blocks")
     return found | set(waits(record))
+
+
+def without_tails(record: Record) -> Record:
+    """Return a record in which samples that began as they may in their prompts' last step have a row as any other."""
+    return replace(
+        record, steps=[replace(step, rows=dict(rows_without_tails(step.rows, record))) for step in record.steps]
+    )
+
+
+def rows_without_tails(rows: dict[int, Any], record: Record) -> Iterator[tuple[int, Any]]:
+    for number, row in rows.items():
+        request, prompt = record.requests[number], rows.get(number + 1)
+        length = request.prompt
+        begins_beside = (
+            request.with_prompt
+            and {"chunks", "mixed", "scores"} <= {*request.freedoms}
+            and (prompt is not None and prompt.start + prompt.tokens == length)
+            and (row.start, row.start + row.tokens) == ((length - 1) // BLOCK_SIZE * BLOCK_SIZE, length)
+        )
+        yield number, Row(length - 1, 1) if begins_beside else row
 
 
 def decodes_around(place: int, record: Record) -> bool:
@@ -249,6 +272,64 @@ def test_a_sample_that_comes_with_its_prompt_begins_in_the_step_after_it(
     at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(7)]
     assert [at[n][0] for n in (0, 3, 5)] == [at[n + 1][-1] + 1 for n in (0, 3, 5)]
     assert sorted(record.read) == [0, 2, 3, 5]
+
+
+@PLATFORMS
+@pytest.mark.parametrize("prompt", [1, 16, 17, 33, 100])
+def test_a_sample_draws_in_its_prompts_last_step_if_all_allow_it(
+    stepping: ModuleType, platform: Platform, prompt: int
+) -> None:
+    """It computes the tokens behind the whole blocks itself, and copies nothing. So its first token comes a step
+    earlier. A long prompt that is found in the cache may end sooner than was known when the step was planned."""
+    one = sample(prompt, 3, own=True, with_prompt=True, freedoms=AT_ONCE)
+    record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=(one, Run(20), one), budget=40), platform)
+    at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(4)]
+    late = prompt == 100
+    assert (at[0][0] - at[1][-1], at[2][0] - at[3][-1]) == (0, late)
+    assert record.steps[at[0][0]].rows[0].start == (prompt - 1) // 16 * 16
+    assert sum(step.read_blocks for step in record.steps) == late
+    assert [len(record.outputs[number]) for number in (0, 2)] == [3, 3]
+    assert sorted(record.read) == [0, 2]
+
+
+@PLATFORMS
+def test_samples_beside_their_prompts_take_slots_and_tokens_that_are_free(
+    stepping: ModuleType, platform: Platform
+) -> None:
+    """Of five pairs at once with four slots, the last begins later; and no step is longer than it may be."""
+    one = sample(30, 40, own=True, with_prompt=True, freedoms=AT_ONCE)
+    record = checked(stepping, Trace(slots=4, chunk=32, blocks=120, ops=(one,) * 5, budget=100), platform)
+    first = [next(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(0, 10, 2)]
+    ended = [max(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(1, 10, 2)]
+    # The third prompt is found in the cache in the step that computes the first.
+    assert [begun == end for begun, end in zip(first, ended, strict=True)] == [True, True, False, True, False]
+    assert max(sum(row.tokens for row in step.rows.values()) for step in record.steps) <= 104
+
+
+@PLATFORMS
+@pytest.mark.parametrize(("prompt", "copied"), [(16, 1), (33, 0), (40, 1), (48, 1), (100, 1)])
+def test_a_sample_copies_only_the_last_block_of_its_own_prompt(
+    stepping: ModuleType, platform: Platform, prompt: int, copied: int
+) -> None:
+    """Blocks have 16 tokens. The others are read where they are: they are not copied, and are nobody's in addition."""
+    one = sample(prompt, 3, own=True, with_prompt=True, freedoms=FREE)
+    trace = Trace(slots=4, chunk=16, blocks=60, ops=(one,), budget=40)
+    record = checked(stepping, trace, platform)
+    assert [sum(step.read_blocks for step in record.steps), record.read] == [copied, [0]]
+    least = min(step.free for step in record.steps)
+    assert trace.blocks - least <= -(-prompt // 16) + 2, "the last block twice, and one of the output"
+    without = stepping.engine(COLOCATED, trace, platform, role=None, caching=False).play()
+    assert sum(step.read_blocks for step in without.steps) == -(-prompt // 16), "vLLM shares no blocks then"
+
+
+@PLATFORMS
+def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: ModuleType, platform: Platform) -> None:
+    """Its other reader comes late, or never: then its lease ends. So prompts have no more than their part of all
+    blocks, and each sample finds the room that it was promised."""
+    one = sample(100, 30, own=True, with_prompt=True, freedoms=MIXED, transfer_steps=20)
+    record = checked(stepping, Trace(slots=4, chunk=16, blocks=64, ops=(one,) * 6, budget=40), platform)
+    assert sorted(record.finished) == [*range(len(record.requests))]
+    assert len(record.requests) == 6, "three pairs get leases"
 
 
 @PLATFORMS
@@ -537,6 +618,19 @@ def let_all_be_found(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
     monkeypatch.setattr(cls, "shared_tokens", lambda self, request: request.num_prompt_tokens)
 
 
+def read_any_prompt(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    """Samples read in place what another prompt has computed."""
+    in_place = cls.in_place
+
+    def of_another(self: Any, request: Any) -> Any:
+        count = len(in_place(self, request))
+        others = [one.request_id for one in self.requests.values() if module.is_prompt(one)]
+        held = [self.kv_cache_manager.get_blocks(name).blocks for name in reversed(others)]
+        return next((blocks[0][:count] for blocks in held if blocks and len(blocks[0]) >= count), ()) if count else ()
+
+    monkeypatch.setattr(cls, "in_place", of_another)
+
+
 CONTROLS: dict[str, tuple[Break, str]] = {
     "rows ride with any prompt": (mix_anyway, "a row beside a prompt that does not allow it"),
     "all prompts run": (show_all_prompts, "a prompt that must be alone shares its step"),
@@ -552,6 +646,7 @@ CONTROLS: dict[str, tuple[Break, str]] = {
     "rows begin before their prompts end": (tell_too_early, "decodes from another KV than its prompt's"),
     "samples outlive their prompts": (outlive_prompts, "left over"),
     "rows begin before their KV is there": (begin_with_nothing, "decodes from another KV than its prompt's"),
+    "another prompt is read in place": (read_any_prompt, "decodes from another KV than its prompt's"),
     "what decode writes is found": (let_all_be_found, "decodes from another KV than its prompt's"),
 }
 

@@ -149,7 +149,7 @@ def test_the_readers_of_a_prompt_that_is_given_up_are_forgotten(own: Any, module
 def test_a_prompts_own_readers_are_told_when_it_begins(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
     made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both, made._begun = Prefills(16), True, {}
+    made._prefills, made._has_both, made._begun, made._in_place = Prefills(16), True, {}, {}
     made.connector_scheduler = SimpleNamespace(
         _reqs_need_recv={},
         update_state_after_alloc=lambda *args: None,
@@ -192,7 +192,7 @@ def test_blocks_that_a_sample_gets_are_no_prompts_any_more(
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
     prefills = Prefills(16)
     made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both, made._begun = prefills, both, {}
+    made._prefills, made._has_both, made._begun, made._in_place = prefills, both, {}, {}
     asked = SimpleNamespace(kv_transfer_params={"corun_stamps": STAMPS})
     made.connector_scheduler = SimpleNamespace(
         _reqs_need_recv={"t": (asked, ([3, 1],)), "gone": (asked, [])},
@@ -252,3 +252,45 @@ def test_a_sample_that_was_never_told_of_its_prompts_kv_releases_nothing(own: An
     assert own.share("q", ["another"])
     assert own.get_finished(set()) == (set(), set())
     assert "q" in own.connector_worker._reqs_to_send
+
+
+@pytest.mark.parametrize("external", [5, 0])
+def test_blocks_that_a_sample_reads_in_place_keep_their_stamps_and_are_not_copied(
+    module: ModuleType, external: int
+) -> None:
+    """Others may read the prompt yet. vLLM would order all blocks that its cache cannot find, here none."""
+    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    reads: dict[str, Any] = {}
+    made: Any = object.__new__(module.CorunNixlConnector)
+    made._prefills, made._has_both, made._begun, made._in_place = Prefills(16), True, {}, {}
+    made.connector_scheduler = SimpleNamespace(
+        _reqs_need_recv=reads,
+        _stop_heartbeat=lambda name: None,
+        update_state_after_alloc=lambda one, held, count: reads.update(
+            {one.request_id: (one, (held.get_block_ids()[0] if count else [],))}
+        ),
+        build_connector_meta=lambda output: nixl.NixlConnectorMetadata(),
+    )
+    held = SimpleNamespace(
+        blocks=([SimpleNamespace(block_id=number) for number in (4, 6, 7)],), get_block_ids=lambda: ([4, 6, 7],)
+    )
+    one = SimpleNamespace(request_id="s", kv_transfer_params={"corun_in_place": 2, "corun_at_once": True})
+    made.update_state_after_alloc(one, held, external)
+    assert reads["s"][1][0] == ([7] if external else [])
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="s", block_ids=([4, 6, 7],))],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["s"], new_block_ids=[([9],)], resumed_req_ids=set()),
+        num_scheduled_tokens={"s": 1},
+    )
+    (owned,) = made.build_connector_meta(output).owned
+    assert set(owned.blocks) == {7, 9}
+    assert made._in_place == {}
+
+
+def test_a_sample_that_ends_before_it_begins_leaves_nothing_in_place(module: ModuleType) -> None:
+    made: Any = object.__new__(module.CorunNixlConnector)
+    made._prefills, made._in_place = Prefills(16), {"s": 2, "t": 1}
+    made.connector_scheduler = SimpleNamespace(request_finished=lambda *_: (False, None))
+    ended = SimpleNamespace(request_id="s", kv_transfer_params={"corun_targets": [1]})
+    made.request_finished_all_groups(ended, ([4],))
+    assert made._in_place == {"t": 1}

@@ -32,9 +32,11 @@ from corun.node.kv import own_kv
 from corun.node.kv.digest import KvDigest, region_words
 from corun.node.kv.handle import (
     AT_ONCE_PARAM,
+    IN_PLACE_PARAM,
     OWNERS_PARAM,
     READERS_PARAM,
     STAMPS_PARAM,
+    TAIL_PARAM,
     TARGETS_PARAM,
     names_in,
     owner,
@@ -108,6 +110,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
         self._begun: dict[str, list[str]] = {}  # request id -> readers, of prompts that began in the step to be made
+        self._in_place: dict[str, int] = {}
+        """By sample that has not begun, how many of its blocks are its prompt's, and keep that prompt's stamps."""
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
         self._warming: dict[str, Iterator[None]] = {}  # the peer's engine id -> the rest of its first read
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
@@ -128,7 +132,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         What is copied at once serves the sample's first row in the same step. That row computes the prompt's last
         position itself, as it does with KV that was read before.
         """
-        if (request.kv_transfer_params or {}).get(AT_ONCE_PARAM):
+        params = request.kv_transfer_params or {}
+        if params.get(TAIL_PARAM):
+            return 0, False
+        if params.get(AT_ONCE_PARAM):
             return request.num_prompt_tokens - 1 - num_computed_tokens, False
         found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
@@ -142,11 +149,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             # The prompt's lease need not be renewed. vLLM does that until it hears that the read has ended.
             self.connector_scheduler._stop_heartbeat(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        reads = self.connector_scheduler._reqs_need_recv
+        if (in_place := params.get(IN_PLACE_PARAM)) and request.request_id in reads:
+            self._in_place[request.request_id] = in_place
+            if num_external_tokens:  # vLLM would have all blocks copied that its cache cannot find.
+                ours = [block.block_id for block in blocks.blocks[0][in_place:]]
+                reads[request.request_id] = (request, [ours])
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Return vLLM's answer; to what the reader of the KV must know, add who computed the blocks. The KV of a scored
         prompt is not kept: no reader comes."""
         owners = self._prefills.end(request.request_id, itertools.chain(*block_ids))
+        self._in_place.pop(request.request_id, None)
         if TARGETS_PARAM in (request.kv_transfer_params or {}):
             return False, {OWNERS_PARAM: owners}
         finished: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
@@ -173,7 +187,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
                 meta.owned.append(owned)
             elif groups:
-                others.extend(itertools.chain(*groups))
+                others.extend([*itertools.chain(*groups)][self._in_place.pop(name, 0) :])
             if blocks := self._prefills.completed(name, scheduler_output.num_scheduled_tokens[name]):
                 meta.signed.append(blocks)
         if self._has_both and others:

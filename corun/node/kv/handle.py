@@ -46,6 +46,12 @@ TOPS_PARAM = "corun_tops"
 AT_ONCE_PARAM = "corun_at_once"
 """The key in a sample's `kv_transfer_params` for whether its KV, which this engine holds, is copied in the step that
 computes its first row, and not a step earlier."""
+IN_PLACE_PARAM = "corun_in_place"
+"""The key in a sample's `kv_transfer_params` for how many first blocks of its prompt it reads where they are.
+The prompt was computed by this engine, which still holds its KV."""
+TAIL_PARAM = "corun_tail"
+"""The key in a sample's `kv_transfer_params` for whether it begins in the last step of its own prompt. It computes the
+prompt's tokens behind the blocks that it reads in place once more, at most a block, and draws from the last of them."""
 OWN_PROMPT_PARAM = "corun_own_prompt"
 """The key in the `kv_transfer_params` of a sample that came with its prompt, for the prompt, until that is in its last
 step: (request id of the prefill, id and generation of the prefill node)."""
