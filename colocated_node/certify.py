@@ -115,7 +115,7 @@ class ScoreCertification:
         # The longest ends soon after a chunk: few queries and many keys, which attention that looks at both would cut.
         whole = {-(-length // size) * size for length in (*LENGTHS, chunk + 1)}
         self._lengths = sorted(length for length in whole if STEPS < length <= most)
-        blocks = 2 * max(self._lengths, default=0) // size
+        blocks = 2 * max(self._lengths, default=0) // size + 1
         self._pool = BlockPool(stepper, blocks, self._draw, SEED)
 
     def difference(self) -> str:
@@ -134,34 +134,49 @@ class ScoreCertification:
         as a prompt, which is computed in this way."""
         self.comparisons += 1
         count = length // self._stepper.block_size
-        mine, other = self._pool.take(count), self._pool.take(count)
+        mine, other, last = self._pool.take(count), self._pool.take(count), self._pool.take(1)
         tokens, row = self._drawn(length, mine)
         with way:
-            prompt = self._prefilled("as a prompt", tokens, other)
+            prompt, sample = self._prefilled("as a prompt", tokens, other, last)
         stage = self._stepper.layer_that_differs(mine, other) or first_difference(row, prompt)
         if not stage and self._score(prompt) != row.logprob:
             stage = "the score"
-        self._pool.give_back((*mine, *other))
+        if not stage and (stage := first_difference(row, sample)):
+            stage = f"{stage} of a sample that begins in its last step"
+        self._pool.give_back((*mine, *other, *last))
         return f"of {length} tokens, the last {STEPS} drawn, a prompt differs first in {stage}" if stage else ""
 
     def _drawn(self, length: int, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], Trace]:
         """Return all tokens that ran, as many as `length`, and the trace of the last one, a row."""
         tokens = tuple(self._draw.choices(range(self._stepper.vocab_size), k=length - STEPS + 1))
-        self._prefilled("before rows", tokens, blocks)
+        self._prefilled("before rows", tokens, blocks, ())
         # As on a decode node, the first row computes the prompt's last token again.
         sequence = self._sequence("rows", tokens, blocks, computed=len(tokens) - 1)
         traces = [self._stepper.step([(sequence, 1)])[sequence.name] for _ in range(STEPS)]
         self._close(STEPS)
         return (*tokens, *(trace.token for trace in traces[:-1])), replace(traces[-1], kv=())
 
-    def _prefilled(self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> Trace:
-        """Compute a prompt in the contract's chunks, and return its last trace without KV."""
+    def _prefilled(
+        self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], last: tuple[int, ...]
+    ) -> tuple[Trace, Trace]:
+        """Compute a prompt in the contract's chunks, and return its last trace without KV, and that of its sample.
+
+        last: the block of a sample that begins in the prompt's last step, reads all other blocks where they are while
+        they are written, and computes the tokens behind them itself; empty: there is none, and the prompt's trace comes
+        twice.
+        """
+        whole = len(blocks) - 1
         sequence = self._sequence(name, tokens, blocks)
+        sample = self._sequence("a sample", tokens, (*blocks[:whole], *last), computed=whole * self._stepper.block_size)
         counts = tuple(chunks(len(tokens), self._chunk))
-        for count in counts:
-            traces = self._stepper.step([(sequence, count)], rows=0)
+        for number, count in enumerate(counts, start=1):
+            step = [(sequence, count)]
+            if last and number == len(counts):
+                step.append((sample, len(tokens) - sample.computed))
+            traces = self._stepper.step(step, rows=0)
         self._close(len(counts))
-        return replace(traces[name], kv=())
+        prompt = traces[sequence.name]
+        return replace(prompt, kv=()), replace(traces.get(sample.name, prompt), kv=())
 
     def _sequence(self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:
         return TestSequence(name=name, prompt=tokens, blocks=blocks, computed=computed, sampling=self._sampling)

@@ -85,8 +85,8 @@ class FakeStepper:
         assert len(names) == len(batch)
         assert not names & gone
         assert gone <= self._known
-        taken = [block for sequence in batch for block in sequence.blocks]
-        assert len({0, *taken}) == 1 + len(taken), "two sequences share a KV block"
+        written = [block for sequence in batch for block in sequence.blocks[sequence.computed // self.block_size :]]
+        assert len({0, *written}) == 1 + len(written), "two sequences write to a KV block"
         self._known = self._known - gone | names
         self.steps.append([sequence.name for sequence in batch])
         found = {s.name: self._run(row, batch, s, count) for row, (s, count) in enumerate(tokens)}
