@@ -11,6 +11,7 @@ not know: connectors, sampling, why a freedom holds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         """The samples whose KV is copied in a step that computes a row of them, until that step's result is there."""
         self._with_prompt: dict[str, Request] = {}
         """The samples that came with their prompts and have not begun, by the prompt's id."""
+        self._in_place = defaultdict[str, list[str]](list)
+        """The ids of the samples that read blocks in place, by the salt of their prompt."""
         self._beside: list[Request] = []
         """The samples that are to begin in the last step of their prompts, which is being made."""
         self._slots_left = 0
@@ -220,12 +223,16 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
     def in_place(self, request: Request) -> Sequence[Any]:
         """Return the whole blocks of a sample's prompt before its last position, if this engine holds that prompt's KV.
 
-        The sample holds the blocks like its prompt does, until it ends. Whatever does not fit, such as a stale handle,
-        is left to the copy of all blocks, which is judged.
+        The sample holds the blocks like its prompt does, until it ends. If another sample of the same prompt reads in
+        place, these are the same blocks, since the node's leases count them once. Whatever does not fit, such as a
+        stale handle, is left to the copy of all blocks, which is judged.
         """
+        params, whole = request.kv_transfer_params, shared_blocks(request.num_prompt_tokens, self.block_size)
+        if others := self._in_place.get(request.cache_salt or ""):
+            shared: list[Any] = self.kv_cache_manager.get_blocks(others[0]).blocks[0][:whole]
+            return shared
         if not (self._is_own(request) and self.kv_cache_manager.enable_caching):
             return ()
-        params = request.kv_transfer_params
         prompt = self.requests.get(handle.names_in(params["remote_request_id"])[0])
         if prompt is None or not is_prompt(prompt) or prompt.prompt_token_ids != request.prompt_token_ids:
             return ()
@@ -233,8 +240,20 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         is_beside = handle.OWN_PROMPT_PARAM in params  # It is not told yet where the KV will be.
         if not is_beside and [block.block_id for block in held] != params["remote_block_ids"][0]:
             return ()
-        whole: list[Any] = held[: shared_blocks(request.num_prompt_tokens, self.block_size)]
-        return whole
+        found: list[Any] = held[:whole]
+        return found
+
+    def note_read(self, request: Request) -> None:
+        super().note_read(request)
+        if request.cache_salt and handle.IN_PLACE_PARAM in request.kv_transfer_params and not request.is_finished():
+            self._in_place[request.cache_salt].append(request.request_id)
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        if (others := self._in_place.get(request.cache_salt or "")) and request.request_id in others:
+            others.remove(request.request_id)
+            if not others:
+                del self._in_place[request.cache_salt]
+        return super()._connector_finished(request)
 
     def _num_in_prompt(self, request: Request) -> int:
         """Return how many blocks of a sample its prompt still holds, too."""

@@ -273,7 +273,8 @@ class _Engine:
             return 0
         for name in self.scheduler.requests:
             if self._in_prompt(name) and int(name) not in self._of_prompt:
-                (self._of_prompt[int(name)],) = self.scheduler.kv_cache_manager.get_block_ids(str(int(name) + 1))
+                prompt = self.scheduler.kv_cache_manager.get_block_ids(str(int(name) + 1))[0]
+                self._of_prompt[int(name)] = prompt or self._in_prompt(name)
         self._content.update(dict.fromkeys(zeroed, ("zeros",)))
         self._content.update(dict.fromkeys(read, ("on its way",)))
         own = [(name, meta.local_block_ids[0]) for name, meta in loads.items() if meta.local_block_ids]
@@ -310,7 +311,13 @@ class _Engine:
         """Return whether a sample's block is the one of its prompt, which prompts have computed, and holds what it held
         when the sample began."""
         what, *by = content
-        if what != "written by" or not self._is_prompt(*by) or block != self._of_prompt[number][i]:
+        arrival = self.record.requests[number]
+        of_prompts = [self._of_prompt[number]]
+        if arrival.group:  # Samples of one group have one prompt, though it was computed for each of them.
+            same = (arrival.prompt, arrival.group)
+            mates = [(self.record.requests[mate], blocks) for mate, blocks in self._of_prompt.items()]
+            of_prompts = [blocks for mate, blocks in mates if (mate.prompt, mate.group) == same]
+        if what != "written by" or not self._is_prompt(*by) or block not in {blocks[i] for blocks in of_prompts}:
             return False
         return self._first_seen.setdefault((number, i), content) == content
 

@@ -323,6 +323,34 @@ def test_a_sample_copies_only_the_last_block_of_its_own_prompt(
 
 
 @PLATFORMS
+@pytest.mark.parametrize("freedoms", [FREE, AT_ONCE], ids=["after", "at once"])
+def test_samples_of_one_prompt_read_the_same_blocks_in_place(
+    stepping: ModuleType, platform: Platform, freedoms: tuple[str, ...]
+) -> None:
+    """Though their prompt was computed twice, without the cache: the leases count these blocks once. A third finds its
+    prompt computed elsewhere, and reads only the last block."""
+    uncached = tuple(name for name in freedoms if name != "cached")
+    one = sample(100, 60, own=True, with_prompt=True, group=1, freedoms=uncached)
+    ops = (one, Run(12), one, Run(12), sample(100, 20, group=1))
+    engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform, role=None)
+    held: list[set[int]] = []
+    step = engine.step
+
+    def watched() -> None:
+        step()
+        tables = [engine.scheduler.kv_cache_manager.get_block_ids(str(number))[0][:6] for number in (0, 2, 4)]
+        held.append({tuple(table) for table in tables if len(table) == 6})
+
+    engine.step = watched
+    record = engine.play()
+    assert (violations(record, engine._trace, stepping), max(map(len, held))) == (set(), 1)
+    assert sorted(record.read) == [0, 2, 4]
+    last = next(step for step in record.steps if 4 in step.loads)
+    assert last.read_blocks == len(last.loads)
+    assert engine.scheduler._in_place == {}
+
+
+@PLATFORMS
 def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: ModuleType, platform: Platform) -> None:
     """Its other reader comes late, or never: then its lease ends. So prompts have no more than their part of all
     blocks, and each sample finds the room that it was promised."""
