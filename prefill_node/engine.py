@@ -64,10 +64,10 @@ def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
 def full_step(tokens: int, chunk_size: int) -> tuple[int, ...]:
     """Return the length of a full step, `tokens`, if it gets a CUDA graph, too.
 
-    To launch the kernels of a step takes the engine's thread 25 to 70 ms. A small model computes 8192 tokens in less.
-    While prompts wait, steps are full, so one more graph serves all of these. A step that is longer than a chunk and
-    not full runs without a graph. By the contract a prompt alone never has the full step's graph: it exists only if a
-    full step has two chunks and more.
+    To launch the kernels of a step takes the engine's thread tens of milliseconds, with a small model longer than the
+    GPU takes for 8192 tokens. While prompts wait, steps are full, so one more graph serves all of these. A step that is
+    longer than a chunk and not full runs without a graph. A prompt that is computed as the contract says never runs the
+    graph of a full step: there is one only where a full step has two chunks and more.
     """
     return (tokens,) if 2 * chunk_size <= tokens else ()
 
