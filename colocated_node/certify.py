@@ -141,8 +141,8 @@ class ScoreCertification:
         stage = self._stepper.layer_that_differs(mine, other) or first_difference(row, prompt)
         if not stage and self._score(prompt) != row.logprob:
             stage = "the score"
-        if not stage and (stage := first_difference(row, sample)):
-            stage = f"{stage} of a sample that begins in its last step"
+        if not stage and (found := self._stepper.layer_that_differs(other[-1:], last) or first_difference(row, sample)):
+            stage = f"{found} of a sample that begins in its last step"
         self._pool.give_back((*mine, *other, *last))
         return f"of {length} tokens, the last {STEPS} drawn, a prompt differs first in {stage}" if stage else ""
 

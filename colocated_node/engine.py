@@ -16,7 +16,7 @@ from corun.node.vllm.facts import decode_contract, model_contract, prefill_contr
 from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
 from decode_node.engine import VllmDecodeEngine, certify_rows
 from decode_node.slots import smaller_than
-from prefill_node.engine import MAX_SEQUENCES, VllmPrefillEngine, full_step, prefill_buckets
+from prefill_node.engine import MAX_SEQUENCES, VllmPrefillEngine, contract_buckets, full_step
 
 
 def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
@@ -29,7 +29,7 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
 
     base.check_split(config.decode_split)
     tokens = max(base.compiled_tokens(), config.chunk_size + config.slots)  # Rows take a part of it.
-    buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
+    buckets = contract_buckets(config.chunk_size)
     shares = {SLOTS: config.slots, BUCKETS: list(buckets)}
     made = AsyncEngineArgs(
         **base.shared_arguments(config, [NodeRole.PREFILL, NodeRole.DECODE], endpoint, **shares),

@@ -312,7 +312,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
                 shared = min(held, max(0, self.shared_tokens(request) // self.block_size - in_prompt))
                 samples += held - shared
                 groups[request.cache_salt] = max(shared, groups.get(request.cache_salt, 0))
-        held_by_prompts = used - samples - sum(groups.values())
+        # Samples of several prompts that begin alike may read the same blocks in place, so these are counted too often.
+        prompts = (request.request_id for request in self.requests.values() if is_prompt(request))
+        tables = (self.kv_cache_manager.get_block_ids(name)[0] for name in prompts)
+        held_by_prompts = max(used - samples - sum(groups.values()), len(set().union(*tables)))
         own = self._prompt_blocks - held_by_prompts - sum(map(self.reserved_for, started))
         return min(own, self.free_blocks([*self.running, *self.skipped_waiting]))
 
@@ -328,6 +331,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             return self.prefix_cache.get_computed_blocks(request)
         manager = self.kv_cache_manager
         blocks, params = self.in_place(request), request.kv_transfer_params
+        params.pop(handle.IN_PLACE_PARAM, None)
         if handle.OWN_PROMPT_PARAM in params:
             # It copies nothing, so its claim to the prompt's KV names no block.
             params |= {handle.TAIL_PARAM: True, handle.AT_ONCE_PARAM: True, handle.STAMPS_PARAM: b""}

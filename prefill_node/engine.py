@@ -61,6 +61,12 @@ def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= chunk_size)
 
 
+def contract_buckets(chunk_size: int) -> tuple[int, ...]:
+    """Return the step lengths to which a prompt alone is padded, as the contract of both kinds of nodes has them. The
+    graph of a full step is none of these: only what is certified runs it."""
+    return prefill_buckets(chunk_size) if base.on_gpu() else ()
+
+
 def full_step(tokens: int, chunk_size: int) -> tuple[int, ...]:
     """Return the length of a full step, `tokens`, if it gets a CUDA graph, too.
 
@@ -164,7 +170,7 @@ class VllmPrefillEngine:
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
         """Load the model and start the engine (`base.started`)."""
         made = arguments(config, endpoint)
-        buckets = tuple(made.compilation_config.cudagraph_capture_sizes or ())
+        buckets = contract_buckets(config.chunk_size)
         llm, seen, facts = await base.started(made)
         contract = prefill_contract(model_contract(llm, config, seen), seen, config.chunk_size, buckets)
         decided_by = base.deciding_facts(llm, config, contract, seen, facts)

@@ -269,11 +269,12 @@ class _Engine:
         """Do to the blocks what a step does. Return how many blocks, from which its rows read, are not the prompt's.
 
         A row whose own copy is refused computes nothing that anybody gets."""
-        if not any(map(self._is_sample, range(len(self.record.requests)))):
+        if not self._is_colocated and not any(map(self._is_sample, range(len(self.record.requests)))):
             return 0
         for name in self.scheduler.requests:
             if self._in_prompt(name) and int(name) not in self._of_prompt:
-                prompt = self.scheduler.kv_cache_manager.get_block_ids(str(int(name) + 1))[0]
+                has_prompt = self.record.requests[int(name)].with_prompt
+                prompt = self.scheduler.kv_cache_manager.get_block_ids(str(int(name) + 1))[0] if has_prompt else []
                 self._of_prompt[int(name)] = prompt or self._in_prompt(name)
         self._content.update(dict.fromkeys(zeroed, ("zeros",)))
         self._content.update(dict.fromkeys(read, ("on its way",)))

@@ -150,7 +150,7 @@ def test_a_row_with_other_bits_than_a_prompt_is_found(module: ModuleType, flaw: 
     assert found.startswith(f"of {length} tokens, the last 4 drawn, a prompt differs first in ")
 
 
-@pytest.mark.parametrize("stage", ["hidden", "logits", "logprob"])
+@pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
 def test_a_sample_with_other_bits_in_its_prompts_last_step_is_found(module: ModuleType, stage: str) -> None:
     """It reads blocks in the step that writes them."""
     model = a_model(lambda row, batch, sequence: sequence.name == "a sample" or None, stage=stage)

@@ -361,6 +361,20 @@ def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: Modul
 
 
 @PLATFORMS
+def test_blocks_that_several_prompts_begin_with_are_prompts_once(stepping: ModuleType, platform: Platform) -> None:
+    """Four samples read the same 15 blocks in place. Counted for each of them, prompts would seem to hold far less than
+    they do, and take what is promised to samples: these wait until a reader of the prompts comes."""
+    alike = sample(250, 60, own=True, with_prompt=True, freedoms=AT_ONCE, scope="a", common=240)
+    held = [Arrive(prompt=150 + 16 * i, freedoms=MIXED, transfer_steps=400, common=1 + i) for i in range(5)]
+    ops = (*((alike, Run(3)) * 4), *held, Run(70), sample(300, 210), sample(300, 210), Run(200))
+    trace = Trace(slots=8, chunk=64, blocks=96, ops=ops, budget=200)
+    record, share = checked(stepping, trace, platform), prompts_share(stepping, trace)
+    assert max(step.prompt_blocks for step in record.steps) <= share
+    last = len(record.requests) - 1
+    assert next(place for place, step in enumerate(record.steps) if last in step.rows) < 150
+
+
+@PLATFORMS
 def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_yet_to_come(
     stepping: ModuleType, platform: Platform
 ) -> None:
