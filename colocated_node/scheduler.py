@@ -82,7 +82,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self.budget, self._slots_left, self._beside = self._step_tokens - rows, self.slots - rows, []
         chosen = self.choose()
         mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)
-        if chosen and not mixes and self._had_prompts and self._has_samples():
+        if chosen and not mixes and self._had_prompts and rows:
             chosen = []
         if not (chosen and mixes):
             self._beside = []
@@ -339,11 +339,6 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
             params[handle.IN_PLACE_PARAM] = len(blocks)
             return manager.create_kv_cache_blocks((list(blocks),)), len(blocks) * self.block_size, 0
         return type(manager).get_computed_blocks(manager, request)
-
-    def _has_samples(self) -> bool:
-        if self._rows or not all(map(is_prompt, self.skipped_waiting)):
-            return True
-        return next(self.unread(), None) is not None
 
     @contextmanager
     def _showing_only(self, chosen: Sequence[Request]) -> Iterator[None]:

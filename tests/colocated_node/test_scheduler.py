@@ -296,7 +296,7 @@ def test_a_sample_draws_in_its_prompts_last_step_if_all_allow_it(
 def test_samples_beside_their_prompts_take_slots_and_tokens_that_are_free(
     stepping: ModuleType, platform: Platform
 ) -> None:
-    """Of five pairs at once with four slots, the last begins later; and no step is longer than it may be."""
+    """Five pairs come at once for four slots: the last begins later, and no step is longer than it may be."""
     one = sample(30, 40, own=True, with_prompt=True, freedoms=AT_ONCE)
     record = checked(stepping, Trace(slots=4, chunk=32, blocks=120, ops=(one,) * 5, budget=100), platform)
     first = [next(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(0, 10, 2)]
