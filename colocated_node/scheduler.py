@@ -5,8 +5,9 @@ that (`Freedom.MIXED`); otherwise steps of prompts and of rows take turns. What 
 decided as on a node of one role (prefill_node/scheduler.py, decode_node/scheduler.py): a request's own parameters say
 which of the two it is. And what samples do with the KV of this engine's own prompts: whole blocks are read where they
 are, which no row ever writes to, the last block is copied, and the sample begins in the step that copies it. If all
-allow it, the sample begins in its prompt's last step instead, and computes the tokens of the last block itself. Must
-not know: connectors, sampling, why a freedom holds.
+allow it, the sample begins in its prompt's last step instead, and computes the tokens of the last block itself. Samples
+may come with their prompt: before it, while it is computed, or while others have yet to read its KV. Until they have
+begun, the KV stays, whoever else has read it. Must not know: connectors, sampling, why a freedom holds.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         """Whether the last step held prompts."""
         self._copying: dict[str, Request] = {}
         """The samples whose KV is copied in a step that computes a row of them, until that step's result is there."""
-        self._with_prompt: dict[str, Request] = {}
+        self._with_prompt: dict[str, list[Request]] = {}
         """The samples that came with their prompts and have not begun, by the prompt's id."""
+        self._kept: dict[str, Request] = {}
+        """The prompts whose KV is kept only for such samples."""
         self._in_place = defaultdict[str, list[str]](list)
         """The ids of the samples that read blocks in place, by the salt of their prompt."""
         self._beside: list[Request] = []
@@ -73,6 +76,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
         Raises RuntimeError if it made another step.
         """
+        self._tell_of_prompts()
         self._started, self._rows = [], []
         for request in self.running:
             (self._started if is_prompt(request) else self._rows).append(request)
@@ -93,54 +97,61 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._check_step(output, chosen)
         self._note_begun_beside(output)
         self._note_copies(output)
-        self._note_last_steps(chosen)
         return output
 
     def add_request(self, request: Request) -> None:
         if own := (request.kv_transfer_params or {}).get(handle.OWN_PROMPT_PARAM):
-            self._with_prompt[own[0]] = request
+            self._with_prompt.setdefault(own[0], []).append(request)
         super().add_request(request)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
-        """End requests, and with a prompt the sample that came with it and has not begun: its KV is gone."""
+        """End requests, and with a prompt the samples that came with it and have not begun: its KV is gone."""
         finished = super().finish_requests(request_ids, finished_status)
         self._forget_begun()
-        ended = [self._with_prompt.pop(request.request_id, None) for request in finished]
-        if lost := [sample.request_id for sample in ended if sample is not None]:
+        ended = [self._with_prompt.get(request.request_id, ()) for request in finished]
+        if lost := [sample.request_id for samples in ended for sample in samples]:
             finished += super().finish_requests(lost, finished_status)
         return finished
+
+    def _free_blocks(self, request: Request) -> None:
+        """Free the blocks of a request that has ended; those of a prompt only if no sample that came with it waits."""
+        if request.request_id in self._with_prompt:
+            self._kept[request.request_id] = request
+        else:
+            super()._free_blocks(request)
 
     def has_requests(self) -> bool:
         """Return whether a step may have anything to do.
 
-        A sample that came with its prompt is here a moment before it. The engine's core then waits for the prompt. A
-        step without anything in it would keep the prompt waiting for 1 ms and more (vllm/v1/engine/core.py:
+        The first sample that comes with a prompt is here a moment before it. The engine's core then waits for the
+        prompt. A step without anything in it would keep the prompt waiting for 1 ms and more (vllm/v1/engine/core.py:
         `_process_engine_step`).
         """
         return bool(super().has_requests()) and not self._awaits_prompts()
 
     def _awaits_prompts(self) -> bool:
-        """Return whether all requests here are samples whose prompts have yet to come. A prompt that has come may be
-        gone, if its KV's lease has ended: its sample goes on, and the copy is judged like any."""
+        """Return whether all requests here are samples whose prompts have yet to come."""
         if self.finished_req_ids or not self.requests:
             return False
         return all(handle.OWN_PROMPT_PARAM in (each.kv_transfer_params or {}) for each in self.requests.values())
 
     def beside(self, request: Request, left: int) -> int:
-        """Let the sample that came with a prompt begin in the prompt's last step, if all allow it. Return its tokens.
+        """Let samples that came with a prompt begin in the prompt's last step, if all allow it, as many as slots and
+        tokens are left for. Return their tokens.
 
-        All KV that it reads is there when its attention runs: each layer writes the KV of all tokens of a step first.
+        All KV that they read is there when attention runs: each layer writes the KV of all tokens of a step first.
         """
-        sample = self._with_prompt.get(request.request_id)
-        if sample is None or sample.status is not RequestStatus.WAITING or sample.use_structured_output:
+        if not (DRAWS_AT_ONCE.issubset(freedoms(request)) and self.kv_cache_manager.enable_caching):
             return 0
-        tail = self._tail(sample)
-        may = DRAWS_AT_ONCE.issubset(freedoms(request)) and self.kv_cache_manager.enable_caching
-        if not may or tail > left or self._slots_left <= 0 or sample.prompt_token_ids != request.prompt_token_ids:
-            return 0
-        self._slots_left -= 1
-        self._beside.append(sample)
-        return tail
+        taken = 0
+        for sample in self._with_prompt.get(request.request_id, ()):
+            tail = self._tail(sample)
+            is_like = sample.prompt_token_ids == request.prompt_token_ids and not sample.use_structured_output
+            if is_like and self._slots_left > 0 and taken + tail <= left:
+                self._slots_left -= 1
+                self._beside.append(sample)
+                taken += tail
+        return taken
 
     def _tail(self, sample: Request) -> int:
         """Return how many tokens a prompt has behind the blocks that a sample may read in place."""
@@ -165,25 +176,30 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
                     params.pop(name, None)
 
     def _forget_begun(self) -> None:
-        waiting = (one for one in self._with_prompt.items() if one[1].status is RequestStatus.WAITING)
-        self._with_prompt = dict(waiting)
-
-    def _note_last_steps(self, chosen: Sequence[Request]) -> None:
-        """Tell samples that came with prompts which are in their last step where the KV will be. The next step is
-        behind it on the device, so they may begin in it."""
-        if not self._with_prompt:
-            return
-        self._forget_begun()
-        for prompt in chosen:
-            sample = self._with_prompt.get(prompt.request_id)
-            if sample is None or prompt.num_computed_tokens < prompt.num_prompt_tokens:
+        """Forget the samples that have begun or ended, and free what was kept for them."""
+        for name, samples in [*self._with_prompt.items()]:
+            if waiting := [sample for sample in samples if sample.status is RequestStatus.WAITING]:
+                self._with_prompt[name] = waiting
                 continue
-            params = sample.kv_transfer_params
-            _, node_id, generation = params.pop(handle.OWN_PROMPT_PARAM)
-            blocks = self.kv_cache_manager.get_blocks(prompt.request_id).get_block_ids()
-            params["remote_block_ids"] = [list(group) for group in blocks]
-            node = NodeRef(node_id=node_id, generation=generation)
-            params[handle.STAMPS_PARAM] = self.connector.stamps_of(prompt, blocks, node)
+            del self._with_prompt[name]
+            if (prompt := self._kept.pop(name, None)) is not None:
+                super()._free_blocks(prompt)
+
+    def _tell_of_prompts(self) -> None:
+        """Tell samples that came with prompts whose last step has been made where the KV will be. The step that is
+        being made is behind it on the device, so they may begin in it."""
+        self._forget_begun()
+        for name, samples in self._with_prompt.items():
+            prompt, given = self.requests.get(name), [sample.kv_transfer_params for sample in samples]
+            untold = [params for params in given if handle.OWN_PROMPT_PARAM in params]
+            if not untold or prompt is None or prompt.num_computed_tokens < prompt.num_prompt_tokens:
+                continue
+            blocks = self.kv_cache_manager.get_blocks(name).get_block_ids()
+            _, node_id, generation = untold[0][handle.OWN_PROMPT_PARAM]
+            stamps = self.connector.stamps_of(prompt, blocks, NodeRef(node_id=node_id, generation=generation))
+            for params in untold:
+                del params[handle.OWN_PROMPT_PARAM]
+                params |= {"remote_block_ids": [list(group) for group in blocks], handle.STAMPS_PARAM: stamps}
 
     # What is a prompt's, and what a sample's.
 

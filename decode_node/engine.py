@@ -157,7 +157,7 @@ class VllmDecodeEngine:
             own, node = request.kv, request.kv.prefill_node
             return transfer | {
                 "remote_engine_id": self.engine_id,
-                "remote_request_id": own.prefill_id,
+                "remote_request_id": read_id(own.prefill_id, request.request_id),  # The worker counts no such reader.
                 "remote_block_ids": [[]],
                 "remote_host": "",
                 "remote_port": 0,

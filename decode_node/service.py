@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnPrompt:
-    """The KV of a prompt that the same engine is about to compute."""
+    """The KV of a prompt that the same engine computes, or is about to compute. It stays until the sample has it."""
 
     prefill_id: str
     prefill_node: NodeRef
@@ -300,8 +300,10 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         await self._start(lease, self._bind(lease, request), context)
         return pb.StartResponse()
 
-    async def start_with_prompt(self, request: PrefillRequest, prefill_node: NodeRef, context: Context) -> None:
-        """Start the sample of a prompt that the same engine is about to compute.
+    async def start_with_prompt(
+        self, request: PrefillRequest, prefill_id: str, prefill_node: NodeRef, context: Context
+    ) -> None:
+        """Start the sample of a prompt that the same engine computes, or is about to compute, under this id.
 
         Raises what `Start` raises. After a CorunError the lease goes on, since its router then calls `Start`.
         """
@@ -313,7 +315,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         lease = self._held(sample.lease_id)
         params = codec.sampling_params_from_proto(sample.sampling_params)
         self._check_lease(lease, prompt, params, prompt_digest(prompt))
-        kv, key = OwnPrompt(request.request_id, prefill_node), lease.blocks.share_key
+        kv, key = OwnPrompt(prefill_id, prefill_node), lease.blocks.share_key
         decode = DecodeRequest(lease.request_id, kv, prompt, params, sample.seed, key)
         await self._start(lease, decode, context, may_start_again=True)
 

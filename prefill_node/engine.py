@@ -27,7 +27,6 @@ from corun.node.kv.handle import (
     FREEDOMS_PARAM,
     IDLE_PARAM,
     OWNERS_PARAM,
-    READERS_PARAM,
     STAMPS_PARAM,
     STEPS_PARAM,
     TARGETS_PARAM,
@@ -42,7 +41,7 @@ from corun.params import check_lengths, check_scored_lengths
 from corun.receipt import prompt_digest
 from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole, TokenScores
 from prefill_node.recheck import Computation, Digests
-from prefill_node.sharing import KEEPER, PromptRequest, StartSample
+from prefill_node.sharing import PromptRequest
 
 MAX_SEQUENCES = 64
 """The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
@@ -226,10 +225,8 @@ class VllmPrefillEngine:
             FREEDOMS_PARAM: sorted(freedoms),
             IDLE_PARAM: prompt.reader == self._ref,  # Only `recompute` reads its own prompts.
         }
-        if prompt.start_sample is not None:
-            given[READERS_PARAM] = [request_id, KEEPER]
         request = _core_request(request_id, token_ids, given, salt(prompt.scope, freedoms))
-        params = (await self._run(request, prompt.start_sample)).kv_transfer_params
+        params = (await self._run(request)).kv_transfer_params
         if params is None:
             raise InternalError(f"the engine kept no KV for prefill {request_id}")
         self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
@@ -401,15 +398,13 @@ class VllmPrefillEngine:
         """End the engine's processes."""
         base.end(self._llm)
 
-    async def _run(self, request: Any, start_sample: StartSample | None = None) -> Any:
+    async def _run(self, request: Any) -> Any:
         """Compute a prompt, given as `_core_request` returns it; return its last output."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         request_id = request.request_id
         done = self._computing[request_id] = asyncio.get_running_loop().create_future()
         try:
-            if start_sample is not None:  # First: a short prompt could be done before its sample is there.
-                await start_sample()
             await self._llm.engine_core.add_request_async(request)
             return await done
         except EngineDeadError:

@@ -32,8 +32,11 @@ log = logging.getLogger(__name__)
 class Samples(Protocol):
     """Starts samples in the engine that computes their prompts."""
 
-    async def start_with_prompt(self, request: pb.PrefillRequest, prefill_node: NodeRef, context: Context) -> None:
-        """Start the sample of a prompt that the engine is about to compute. Raises CorunError if it cannot start."""
+    async def start_with_prompt(
+        self, request: pb.PrefillRequest, prefill_id: str, prefill_node: NodeRef, context: Context
+    ) -> None:
+        """Start the sample of a prompt that the engine computes, or is about to compute, under this id. Raises
+        CorunError if it cannot start."""
 
 
 class GivenUpError(UnavailableError):
@@ -106,14 +109,15 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         name = request.request_id
         started, samples = False, self._samples if request.HasField("sample") else None
 
-        async def start_sample() -> None:
+        async def start_sample(prefill_id: str) -> bool:
             nonlocal started
             assert samples is not None
             try:
-                await samples.start_with_prompt(request, self.ref, context)
+                await samples.start_with_prompt(request, prefill_id, self.ref, context)
                 started = True
             except CorunError as error:  # The prompt may be for others, too. The router starts the sample afterwards.
-                log.info("the sample of prefill %s does not start with it: %s", name, error)
+                log.info("the sample of prefill %s does not start with its prompt: %s", name, error)
+            return started
 
         prompt = PromptRequest(
             name,
@@ -121,9 +125,9 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             reader,
             scope="" if request.isolated else request.share_scope,
             isolated=request.isolated,
-            start_sample=start_sample if samples else None,
         )
-        work = self.sharing.prefill(prompt, more_follow=request.more_follow)
+        start = start_sample if samples else None
+        work = self.sharing.prefill(prompt, start, more_follow=request.more_follow)
         try:
             handle = await self._run(name, len(prompt.token_ids), context, work)
         except (asyncio.CancelledError, GivenUpError):

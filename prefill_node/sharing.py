@@ -26,8 +26,8 @@ from prefill_node.recheck import Computation, Digests
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
 C = TypeVar("C", KvHandle, TokenScores)
-StartSample = Callable[[], Awaitable[None]]
-"""Starts a sample of a prompt in the engine that is about to compute the prompt, or notes why that cannot be."""
+StartSample = Callable[[str], Awaitable[bool]]
+"""Starts a sample of a prompt in the engine that computes the prompt under this id. Returns whether it was started."""
 
 KEPT_S = 2.0
 """How long KV is kept for requests that wait for room, counted from the latest request, while its lease lasts."""
@@ -50,9 +50,6 @@ class PromptRequest:
     isolated: bool = False
     """Whether it is computed as the contract says, and in no other way that gives the same bits. Such a prompt has no
     scope."""
-    start_sample: StartSample | None = None
-    """It is awaited right before the prompt is computed, unless another request has it computed. The sample may read
-    the KV before anybody has its handle, so `KEEPER` is a reader from the beginning on."""
 
 
 class PrefillEngine(Protocol):
@@ -110,7 +107,7 @@ class PrefillEngine(Protocol):
 class _Computation:
     """One computation of a prompt's KV, for all requests that ask for it. It is cancelled if no request is left."""
 
-    def __init__(self, sharing: Sharing, prompt: PromptRequest) -> None:
+    def __init__(self, sharing: Sharing, prompt: PromptRequest, start_sample: StartSample | None) -> None:
         self.name = prompt.request_id
         """The engine's id of this prefill, which is the id of the first request."""
         self.num_tokens = len(prompt.token_ids)
@@ -119,21 +116,29 @@ class _Computation:
         self.waiting: set[str] = set()
         self.claims: set[str] = set()
         """The readers that the KV is kept for; a reader stays in the set after it has read the KV."""
+        self.started: set[str] = set()
+        """The requests whose samples were started. The engine keeps the KV for these itself, until they have begun."""
         self.is_gone = False
         """Whether the KV no longer exists or will never exist."""
         self._sharing = sharing
         self._engine = sharing.engine
         self._letting_go: asyncio.TimerHandle | None = None
-        self.task = asyncio.ensure_future(self._compute(prompt))
+        self._is_counted = False
+        """Whether the KV may go from now on, since its readers have been counted."""
+        self._starting = asyncio.Lock()
+        self.task = asyncio.ensure_future(self._compute(prompt, start_sample))
         # Each waiting request raises the task's error, and without one it needs no warning.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def wait(self, request_id: str) -> KvHandle | None:
-        """Wait for the KV and return its handle; None if the KV was already gone when this request joined."""
+    async def wait(self, request_id: str, start_sample: StartSample | None) -> KvHandle | None:
+        """Start the request's sample, unless it is too late for that. Wait for the KV and return its handle; None if
+        the KV was already gone when this request joined."""
         if self.task.done():
             return await self._join(request_id)
         self.waiting.add(request_id)
         try:
+            if request_id != self.name:  # The first sample is started before the prompt is sent.
+                await self._start(request_id, start_sample)
             handle = await asyncio.shield(self.task)
         finally:
             self.waiting.discard(request_id)
@@ -152,8 +157,16 @@ class _Computation:
             self.claims.discard(KEEPER)
             self._sharing.drop(self.name, {KEEPER})
 
-    async def _compute(self, prompt: PromptRequest) -> KvHandle:
+    async def _start(self, request_id: str, start_sample: StartSample | None) -> None:
+        """Start a request's sample, so that the engine has it before it hears that the KV may go; later, do nothing."""
+        if start_sample is not None:
+            async with self._starting:
+                if not self._is_counted and await start_sample(self.name):
+                    self.started.add(request_id)
+
+    async def _compute(self, prompt: PromptRequest, start_sample: StartSample | None) -> KvHandle:
         try:
+            await self._start(prompt.request_id, start_sample)  # A short prompt could be done before its sample comes.
             handle = await self._sharing.compute(prompt)
             await self._count()
         except BaseException as error:
@@ -162,20 +175,19 @@ class _Computation:
                 # The KV may exist, but no request gets its handle.
                 self._sharing.drop(self.name, {self.name, *self.claims})
             raise
-        finally:
-            if prompt.start_sample is not None and KEEPER not in self.claims:
-                self._sharing.drop(self.name, {KEEPER})
         return handle
 
     async def _count(self) -> None:
         """Tell the engine which requests wait for the KV, before any of them gets the handle. Otherwise the first
         request could read the KV, and the engine free it, before the second one is counted."""
-        readers = self._claim(self.waiting)
+        async with self._starting:
+            self._is_counted = True
+        readers = self._claim(self.waiting) - self.started
         others = sorted(readers - {self.name})
         if others and not await self._engine.share(self.name, others):
             self.claims -= set(others)
         if self.name not in readers:
-            await self._engine.release(self.name, self.name)
+            self._sharing.drop(self.name, {self.name})
 
     async def _join(self, request_id: str) -> KvHandle | None:
         if self.is_gone:
@@ -220,9 +232,13 @@ class Sharing:
         self._ending: list[_Computation] = []  # No request may join these, but some readers may not have read yet.
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def prefill(self, prompt: PromptRequest, *, more_follow: bool = False) -> KvHandle:
+    async def prefill(
+        self, prompt: PromptRequest, start_sample: StartSample | None = None, *, more_follow: bool = False
+    ) -> KvHandle:
         """Return the handle of a prompt's KV for one reader. Without a scope the KV is computed for this request alone.
 
+        start_sample: starts the request's sample. It is called only if the KV is not there yet, and before the prompt
+        is computed for the first request.
         more_follow: whether more requests with this prompt and scope wait for slots.
 
         A caller that cancels the call must also call `release`; then nothing is kept. Raises what the engine raises.
@@ -230,22 +246,22 @@ class Sharing:
         if len(prompt.token_ids) > self._room_beside:
             self.let_go()
         if not prompt.scope:
-            try:
-                return await self.compute(prompt)
-            finally:
-                if prompt.start_sample is not None:
-                    self.drop(prompt.request_id, {KEEPER})
+            is_started = start_sample is not None and await start_sample(prompt.request_id)
+            computed = await self.compute(prompt)
+            if is_started:
+                self.drop(prompt.request_id, {prompt.request_id})
+            return computed
         request_id, key = prompt.request_id, (prompt.scope, prompt_digest(prompt.token_ids))
         while True:
             found = self._computations.get(key)
             if found is None or found.is_gone:
                 self._prune()
-                found = _Computation(self, prompt)
+                found = _Computation(self, prompt, start_sample)
             self._computations.pop(key, None)
             self._computations[key] = found  # The dict is in the order of the last request for each computation.
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
             try:
-                if (handle := await found.wait(request_id)) is not None:
+                if (handle := await found.wait(request_id, start_sample)) is not None:
                     self.metrics.shared_prompts.inc(request_id != found.name)
                     return bound(replace(handle, reader=prompt.reader, claim=request_id))
             finally:

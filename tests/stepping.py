@@ -34,7 +34,15 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from colocated_node.shares import SLOTS
 from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, IN_PLACE_PARAM, OWN_PROMPT_PARAM, STAMPS_PARAM, owner
+from corun.node.kv.handle import (
+    CHECK_PARAM,
+    FREEDOMS_PARAM,
+    IN_PLACE_PARAM,
+    OWN_PROMPT_PARAM,
+    STAMPS_PARAM,
+    owner,
+    read_id,
+)
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as nodes
 from corun.types import NixlEndpoint, NodeRef, NodeRole
@@ -43,7 +51,7 @@ from decode_node.masks import RowGrammar
 from decode_node.slots import NoRoomError, SlotTable
 from prefill_node.engine import salt
 from tests.loading import environment
-from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
+from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Join, Platform, Record, Row, Run, Step, Trace
 
 MAX_MODEL_LEN = 512
 ORDINARY, STOP, OTHER = 7, 3, 8
@@ -117,7 +125,6 @@ class _Engine:
         self.table: SlotTable | None = None
         """The leases of the node. With them, requests that get none never arrive."""
         self._lease_of: dict[int, int] = {}
-        self.samples: dict[int, int] = {}  # a prompt -> the sample that came with it
         self._content: dict[int, tuple[Any, ...]] = {}  # What each block holds: (prompt, number), or who wrote it.
         self._first_seen: dict[tuple[int, int], tuple[Any, ...]] = {}  # What a sample's blocks in place held first.
         self._of_prompt: dict[int, list[int]] = {}  # By sample that reads in place, all blocks of its prompt.
@@ -133,6 +140,8 @@ class _Engine:
         for op in self._trace.ops:
             if isinstance(op, Arrive):
                 self._arrive(op)
+            elif isinstance(op, Join):
+                self._join(op)
             elif isinstance(op, Abort) and op.late:
                 self._late.append(op)
             elif isinstance(op, Abort):
@@ -165,19 +174,48 @@ class _Engine:
                     self._take(output)
 
     def _arrive(self, arrival: Arrive) -> None:
+        first = len(self.record.requests)
+        count = sum(self._gets_lease(first + place, arrival) for place in range(arrival.with_prompt or 1))
+        if not arrival.with_prompt:
+            if count:
+                self._add(arrival)
+            return
+        for number in range(first, first + count):
+            self.record.prompt_of[number] = first + count
+            self._add(arrival)
+        if count:
+            self._add(replace(arrival, reads=False, own=False, with_prompt=0, max_tokens=1, stops_after=ENDLESS))
+
+    def _join(self, op: Join) -> None:
+        """Add a sample of a prompt that runs, or whose KV some reader has yet to read."""
+        held = [request for name, request in self.scheduler.requests.items() if self._is_prompt(int(name))]
+        held = [request for request in held if request.status is not RequestStatus.FINISHED_ABORTED]
+        if not held:
+            return
+        prompt, number = int(held[op.which % len(held)].request_id), len(self.record.requests)
+        of_prompt = replace(self.record.requests[prompt], reads=True, own=True, with_prompt=1, transfer_steps=0)
+        arrival = replace(of_prompt, max_tokens=op.max_tokens, stops_after=op.stops_after)
+        if self._gets_lease(number, arrival):
+            self.record.prompt_of[number] = prompt
+            self._add(arrival)
+
+    def _gets_lease(self, number: int, arrival: Arrive) -> bool:
+        """Return whether a request may arrive."""
+        if self.table is None or (self._is_colocated and not arrival.reads):
+            return True
+        try:
+            lease = self.table.reserve("r", arrival.prompt, arrival.max_tokens, share_key=_salt(arrival) or "")
+        except NoRoomError:
+            return False
+        self._lease_of[number] = lease.lease_id
+        return True
+
+    def _add(self, arrival: Arrive) -> None:
         number = len(self.record.requests)
-        if self.table is not None and (arrival.reads or not self._is_colocated):
-            try:
-                lease = self.table.reserve("r", arrival.prompt, arrival.max_tokens, share_key=_salt(arrival) or "")
-            except NoRoomError:
-                return
-            self._lease_of[number] = lease.lease_id
         self.record.requests.append(arrival)
-        request = _request(str(number), arrival, self._transfer, self._hasher, is_sample=self._is_sample(number))
+        is_sample, prompt = self._is_sample(number), self.record.prompt_of.get(number)
+        request = _request(str(number), arrival, self._transfer, self._hasher, is_sample=is_sample, prompt=prompt)
         self.scheduler.add_request(request)
-        if arrival.with_prompt:
-            self.samples[number + 1] = number
-            self._arrive(replace(arrival, reads=False, own=False, with_prompt=False, max_tokens=1, stops_after=ENDLESS))
 
     def _abort(self, op: Abort) -> None:
         if not self.record.requests:
@@ -187,10 +225,10 @@ class _Engine:
             self.record.aborted.add(number)
         self._release(number)
         self.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
-        sample = self.samples.get(number, number)
-        if str(sample) not in self.scheduler.requests and sample not in self.record.finished:
-            self.record.aborted.add(sample)  # It ended with its prompt.
-            self._release(sample)
+        for sample in [sample for sample, prompt in self.record.prompt_of.items() if prompt == number]:
+            if str(sample) not in self.scheduler.requests and sample not in self.record.finished:
+                self.record.aborted.add(sample)  # It ended with its prompt.
+                self._release(sample)
 
     def _release(self, number: int) -> None:
         if self.table is not None and number in self._lease_of:
@@ -273,9 +311,9 @@ class _Engine:
             return 0
         for name in self.scheduler.requests:
             if self._in_prompt(name) and int(name) not in self._of_prompt:
-                has_prompt = self.record.requests[int(name)].with_prompt
-                prompt = self.scheduler.kv_cache_manager.get_block_ids(str(int(name) + 1))[0] if has_prompt else []
-                self._of_prompt[int(name)] = prompt or self._in_prompt(name)
+                prompt = self.record.prompt_of.get(int(name))
+                blocks = self.scheduler.kv_cache_manager.get_block_ids(str(prompt))[0] if prompt is not None else []
+                self._of_prompt[int(name)] = blocks or self._in_prompt(name)
         self._content.update(dict.fromkeys(zeroed, ("zeros",)))
         self._content.update(dict.fromkeys(read, ("on its way",)))
         own = [(name, meta.local_block_ids[0]) for name, meta in loads.items() if meta.local_block_ids]
@@ -368,7 +406,8 @@ class _Engine:
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free != self._trace.blocks:
             yield f"{self._trace.blocks - free} blocks"
-        for name in ("requests", "running", "waiting", "skipped_waiting", "_inflight_prefills", "deferred_frees"):
+        queues = ("requests", "running", "waiting", "skipped_waiting", "_inflight_prefills", "deferred_frees")
+        for name in (*queues, *(("_with_prompt", "_kept") if self._is_colocated else ())):
             if held := getattr(scheduler, name):
                 yield f"{name}: {held}"
         if scheduler.connector and (heartbeats := scheduler.connector.connector_scheduler._heartbeat_by_engine):
@@ -467,12 +506,14 @@ def tokens_of(arrival: Arrive) -> list[int]:
     return [ORDINARY] * common + [OTHER] * (arrival.prompt - common)
 
 
-def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any, *, is_sample: bool) -> Request:
+def _request(
+    name: str, arrival: Arrive, transfer: Any, hasher: Any, *, is_sample: bool, prompt: int | None = None
+) -> Request:
     params = SamplingParams(
         max_tokens=arrival.max_tokens,
         ignore_eos=True,
         stop_token_ids=[] if arrival.stops_after == ENDLESS else [STOP],
-        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer, is_sample=is_sample)},
+        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer, prompt, is_sample=is_sample)},
     )
     salted = _salt(arrival) if is_sample else salt(arrival.scope, arrival.freedoms)
     request = Request(name, tokens_of(arrival), params, None, cache_salt=salted, block_hasher=hasher)
@@ -498,8 +539,10 @@ def _salt(arrival: Arrive) -> str | None:
     return f"{arrival.prompt} {arrival.group}" if arrival.group else None
 
 
-def _transfer_params(name: str, arrival: Arrive, transfer: Any, *, is_sample: bool) -> dict[str, Any]:
-    """As our engines give them."""
+def _transfer_params(
+    name: str, arrival: Arrive, transfer: Any, prompt: int | None, *, is_sample: bool
+) -> dict[str, Any]:
+    """As our engines give them. prompt: the one with which a sample comes."""
     if transfer is None:  # Only our own scheduler looks at them.
         return {FREEDOMS_PARAM: [*arrival.freedoms]}
     if not is_sample:
@@ -511,17 +554,17 @@ def _transfer_params(name: str, arrival: Arrive, transfer: Any, *, is_sample: bo
             CHECK_PARAM: True,
             FREEDOMS_PARAM: list(arrival.freedoms),
         }
-    if arrival.with_prompt:
+    if prompt is not None:
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "remote_engine_id": transfer.engine_id,
-            "remote_request_id": str(int(name) + 1),
+            "remote_request_id": read_id(str(prompt), name),
             "remote_block_ids": [[]],
             "remote_host": "",
             "remote_port": 0,
             "tp_size": 1,
-            OWN_PROMPT_PARAM: [str(int(name) + 1), REF.node_id, REF.generation],
+            OWN_PROMPT_PARAM: [str(prompt), REF.node_id, REF.generation],
         }
     return {
         "do_remote_decode": False,

@@ -43,13 +43,22 @@ class Arrive:
     own: bool = False
     """Colocated: whether the sample's prompt is one of this engine's own, whose KV is copied in the step that orders
     it."""
-    with_prompt: bool = False
-    """Colocated: whether the sample of an own prompt comes with its prompt, which arrives right after it as a request
+    with_prompt: int = 0
+    """Colocated: how many such samples of an own prompt come with it. The prompt arrives right after them as a request
     of its own, with these `freedoms`."""
     group: int = 0
     """The number of the samples of one prompt that share its blocks; 0: it shares none. All have the same `prompt`."""
     mask_s: float = 0.0
     """The time that each of its masks takes, in seconds; 0: its output is free."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Colocated: a sample of prompt `which`, modulo the number of prompts that the engine still has, comes after it."""
+
+    which: int
+    max_tokens: int = 1
+    stops_after: int = ENDLESS
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Run:
     steps: int
 
 
-Op: TypeAlias = "Arrive | Abort | Run"
+Op: TypeAlias = "Arrive | Join | Abort | Run"
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,8 @@ class Record:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
+    prompt_of: dict[int, int] = field(default_factory=dict)
+    """Colocated: by sample that came with its prompt, before or after it, the prompt."""
     read: list[int] = field(default_factory=list)
     """The requests whose KV was told to have been read, in that order."""
     left_over: list[str] = field(default_factory=list)
@@ -220,18 +231,20 @@ def colocated_traces(freedoms: Sequence[tuple[str, ...]]) -> st.SearchStrategy[T
         ops = itertools.chain(*([op] * (crowd if isinstance(op, Arrive) else 1) for op in trace.ops))
         return Trace(trace.slots, chunk, blocks, tuple(ops), chunk + rest)
 
-    traces, chunks = _traces(prompts | _samples(freedoms), chunks=st.just(0)), st.sampled_from((8, 16, 40, 64))
-    return st.builds(node, traces, st.integers(1, 4), chunks, st.integers(0, 100), st.integers(*COLOCATED_BLOCKS))
+    joins = st.builds(Join, st.integers(0, 99), st.integers(1, LONGEST_OUTPUT), st.integers(ENDLESS, 6))
+    traces = _traces(prompts | _samples(freedoms), st.just(0), joins)
+    chunks = st.sampled_from((8, 16, 40, 64))
+    return st.builds(node, traces, st.integers(1, 6), chunks, st.integers(0, 100), st.integers(*COLOCATED_BLOCKS))
 
 
 def _samples(freedoms: Sequence[tuple[str, ...]]) -> st.SearchStrategy[Arrive]:
     """Samples for a colocated node."""
     prompts = {1: 17, 2: 48, 3: 97}
 
-    def sample(prompt: int, group: int, own: bool, fails: bool, with_prompt: bool, **others: Any) -> Arrive:
+    def sample(prompt: int, group: int, own: bool, fails: bool, with_prompt: int, **others: Any) -> Arrive:
         length = prompts.get(group, prompt)
         if with_prompt:
-            return Arrive(length, reads=True, group=group, own=True, with_prompt=True, **others)
+            return Arrive(length, reads=True, group=group, own=True, with_prompt=with_prompt, **others)
         # Of a prompt whose last block holds one token a sample may find all that it needs, and then no copy can fail.
         fails = fails and not (own and length % BLOCK_SIZE == 1)
         return Arrive(length, reads=True, group=group, own=own, fails=fails, **others)
@@ -244,7 +257,7 @@ def _samples(freedoms: Sequence[tuple[str, ...]]) -> st.SearchStrategy[Arrive]:
         stops_after=st.integers(ENDLESS, 6),
         transfer_steps=st.integers(0, 6),
         own=st.booleans(),
-        with_prompt=st.sampled_from([True, False, False, False, False]),
+        with_prompt=st.sampled_from([1, 2, 4, *[0] * 9]),
         freedoms=st.sampled_from(freedoms),
         fails=st.sampled_from([False, False, False, True]),
     )
@@ -255,9 +268,14 @@ def _arrivals(longest_output: int, **others: st.SearchStrategy[Any]) -> st.Searc
     return st.builds(Arrive, prompt=prompt, max_tokens=max_tokens, **others)
 
 
-def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int]) -> st.SearchStrategy[Trace]:
+def _traces(
+    arrivals: st.SearchStrategy[Arrive],
+    chunks: st.SearchStrategy[int],
+    joins: st.SearchStrategy[Join] = st.nothing(),  # noqa: B008
+) -> st.SearchStrategy[Trace]:
     """Traces of these arrivals. A chunk of 0 stands for a decode step, which has one token for each slot."""
-    op = arrivals | arrivals | st.builds(Abort, st.integers(0, 99), st.booleans()) | st.builds(Run, st.integers(1, 8))
+    aborts, runs = st.builds(Abort, st.integers(0, 99), st.booleans()), st.builds(Run, st.integers(1, 8))
+    op = arrivals | arrivals | aborts | runs | joins
     ops = st.lists(op, min_size=12, max_size=60)  # A short trace never fills a node.
     # The largest request always fits: engines and services refuse a request that never can.
     blocks = st.integers(-(-(LONGEST_PROMPT + LONGEST_OUTPUT) // BLOCK_SIZE), MOST_BLOCKS)

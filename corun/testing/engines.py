@@ -36,7 +36,7 @@ from corun.types import (
     TokenScores,
 )
 from decode_node.service import DecodeRequest, OwnPrompt, StepRow
-from prefill_node.sharing import KEEPER, PromptRequest
+from prefill_node.sharing import PromptRequest
 
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 512
@@ -226,16 +226,12 @@ class FakePrefillEngine(FakeEngine):
 
     async def prefill(self, prompt: PromptRequest) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
-        if prompt.start_sample is not None:
-            await prompt.start_sample()
         began = await self._computed()
         token_ids, key = tuple(prompt.token_ids), (self.endpoint.engine_id, prompt.request_id)
         self.prefilled.append(token_ids)
         if prompt.isolated:
             self.isolated.append(token_ids)
         self.kv.held[key] = token_ids
-        if prompt.start_sample is not None:
-            self.kv.readers[key] = {prompt.request_id, KEEPER}
         asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
         return self._handle(prompt), began
@@ -359,6 +355,8 @@ class FakeDecodeEngine(FakeEngine):
         if (constraint := request.params.constraint) is not None:
             limit = "must be unset: a fake engine draws hashes, which no constraint changes"
             raise InvalidArgumentError("sampling_params.structured_outputs", constraint[0], limit)
+        if (key := self._own_prompt(request)) is not None:  # The KV stays until the sample has it.
+            self.kv.readers.setdefault(key, {key[1]}).add(request.request_id)
         self._running[request.request_id] = request, 0
         self._unread.add(request.request_id)
         self.most_running = max(self.most_running, self.in_slots)
@@ -368,7 +366,9 @@ class FakeDecodeEngine(FakeEngine):
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         await self._until_not(lambda: self.stopped)
-        self._running.pop(request_id, None)
+        request, _ = self._running.pop(request_id, (None, 0))
+        if request is not None and request_id in self._unread and (key := self._own_prompt(request)) is not None:
+            self.kv.take(key, request_id)
         self._unread.discard(request_id)
 
     async def connect(self, peer: NixlEndpoint) -> None:
@@ -417,12 +417,16 @@ class FakeDecodeEngine(FakeEngine):
 
     def _is_computed(self, request: DecodeRequest) -> bool:
         """Return whether a sample's prompt is not still to be computed by this engine."""
-        return not isinstance(request.kv, OwnPrompt) or (self.engine_id, request.kv.prefill_id) in self.kv.held
+        return (key := self._own_prompt(request)) is None or key in self.kv.held
+
+    def _own_prompt(self, request: DecodeRequest) -> tuple[str, str] | None:
+        """Return the key of the KV of the prompt that a sample came with; None if it came with a handle."""
+        return (self.engine_id, request.kv.prefill_id) if isinstance(request.kv, OwnPrompt) else None
 
     def _read(self, request: DecodeRequest) -> bool:
         kv = request.kv
         if isinstance(kv, OwnPrompt):
-            return self.kv.take((self.engine_id, kv.prefill_id), kv.prefill_id)
+            return self.kv.take((self.engine_id, kv.prefill_id), request.request_id)
         return self.kv.take((kv.engine_id, kv.request_id), kv.claim)
 
     def _row(self, request: DecodeRequest, drawn: int) -> StepRow:

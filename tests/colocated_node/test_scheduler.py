@@ -30,6 +30,7 @@ from tests.traces import (
     GPU,
     Abort,
     Arrive,
+    Join,
     Platform,
     Record,
     Row,
@@ -110,7 +111,7 @@ def without_tails(record: Record) -> Record:
 
 def rows_without_tails(rows: dict[int, Any], record: Record) -> Iterator[tuple[int, Any]]:
     for number, row in rows.items():
-        request, prompt = record.requests[number], rows.get(number + 1)
+        request, prompt = record.requests[number], rows.get(record.prompt_of.get(number, -1))
         length = request.prompt
         begins_beside = (
             request.with_prompt
@@ -266,7 +267,7 @@ def test_a_sample_that_comes_with_its_prompt_begins_in_the_step_after_it(
 ) -> None:
     """Before the result of the prompt's last step is there, and in vain waits nobody behind it. Later ones find blocks
     of the first in the prefix cache."""
-    one = sample(prompt, 3, own=True, with_prompt=True, freedoms=freedoms)
+    one = sample(prompt, 3, own=True, with_prompt=1, freedoms=freedoms)
     ops = (one, sample(40, 3), one, Run(3), one)
     record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform)
     at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(7)]
@@ -281,7 +282,7 @@ def test_a_sample_draws_in_its_prompts_last_step_if_all_allow_it(
 ) -> None:
     """It computes the tokens behind the whole blocks itself, and copies nothing. So its first token comes a step
     earlier. A long prompt that is found in the cache may end sooner than was known when the step was planned."""
-    one = sample(prompt, 3, own=True, with_prompt=True, freedoms=AT_ONCE)
+    one = sample(prompt, 3, own=True, with_prompt=1, freedoms=AT_ONCE)
     record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=(one, Run(20), one), budget=40), platform)
     at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(4)]
     late = prompt == 100
@@ -297,7 +298,7 @@ def test_samples_beside_their_prompts_take_slots_and_tokens_that_are_free(
     stepping: ModuleType, platform: Platform
 ) -> None:
     """Five pairs come at once for four slots: the last begins later, and no step is longer than it may be."""
-    one = sample(30, 40, own=True, with_prompt=True, freedoms=AT_ONCE)
+    one = sample(30, 40, own=True, with_prompt=1, freedoms=AT_ONCE)
     record = checked(stepping, Trace(slots=4, chunk=32, blocks=120, ops=(one,) * 5, budget=100), platform)
     first = [next(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(0, 10, 2)]
     ended = [max(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(1, 10, 2)]
@@ -307,12 +308,53 @@ def test_samples_beside_their_prompts_take_slots_and_tokens_that_are_free(
 
 
 @PLATFORMS
+@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("freedoms", [(), AT_ONCE], ids=["turns", "at once"])
+def test_samples_that_join_a_prompt_begin_with_it_or_in_the_step_that_is_made_next(
+    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
+) -> None:
+    """They come whenever its KV is there or is being computed, and before its other readers have read."""
+    one = sample(100, 3, own=True, with_prompt=2, group=1, freedoms=freedoms, transfer_steps=30)
+    ops = (one, Run(steps) if steps else Join(0, 3), *(Join(0, 3),) * 3)
+    trace = Trace(slots=8, chunk=32, blocks=80, ops=ops, budget=120)
+    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    made, add = list[int](), engine._add
+    engine._add = lambda arrival: (made.append(len(engine.record.steps)), add(arrival))
+    record = engine.play()
+    assert violations(record, trace, stepping) == set()
+    at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(len(made))]
+    last = at[2][-1]
+    samples = [n for n in range(len(made)) if n != 2]
+    assert len(samples) == 5 + (not steps)
+    is_beside = at[0][0] == last
+    assert [at[n][0] for n in samples] == [max(last + (not is_beside or made[n] > last), made[n]) for n in samples]
+    assert sorted(record.read) == samples
+
+
+@PLATFORMS
+def test_as_many_samples_begin_beside_their_prompt_as_slots_and_tokens_allow(
+    stepping: ModuleType, platform: Platform
+) -> None:
+    """Each takes 14 tokens of the step, which has room for 36 + 4 with those of the prompt, and one has to wait for a
+    slot."""
+    one = sample(30, 3, own=True, with_prompt=5, group=1, freedoms=AT_ONCE)
+    for budget, slots, expected in ((120, 4, [0, 0, 0, 0]), (54, 4, [0, 0, 1, 1]), (120, 2, [0, 0])):
+        ops = (one,)
+        trace = Trace(slots=slots, chunk=32, blocks=120, ops=ops, budget=budget)
+        record = checked(stepping, trace, platform)
+        at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(len(record.requests))]
+        prompt = record.prompt_of[0]
+        assert [at[n][0] - at[prompt][-1] for n in range(slots)] == expected
+        assert max(sum(row.tokens for row in step.rows.values()) for step in record.steps) <= budget + slots
+
+
+@PLATFORMS
 @pytest.mark.parametrize(("prompt", "copied"), [(16, 1), (33, 0), (40, 1), (48, 1), (100, 1)])
 def test_a_sample_copies_only_the_last_block_of_its_own_prompt(
     stepping: ModuleType, platform: Platform, prompt: int, copied: int
 ) -> None:
     """Blocks have 16 tokens. The others are read where they are: they are not copied, and are nobody's in addition."""
-    one = sample(prompt, 3, own=True, with_prompt=True, freedoms=FREE)
+    one = sample(prompt, 3, own=True, with_prompt=1, freedoms=FREE)
     trace = Trace(slots=4, chunk=16, blocks=60, ops=(one,), budget=40)
     record = checked(stepping, trace, platform)
     assert [sum(step.read_blocks for step in record.steps), record.read] == [copied, [0]]
@@ -330,7 +372,7 @@ def test_samples_of_one_prompt_read_the_same_blocks_in_place(
     """Though their prompt was computed twice, without the cache: the leases count these blocks once. A third finds its
     prompt computed elsewhere, and reads only the last block."""
     uncached = tuple(name for name in freedoms if name != "cached")
-    one = sample(100, 60, own=True, with_prompt=True, group=1, freedoms=uncached)
+    one = sample(100, 60, own=True, with_prompt=1, group=1, freedoms=uncached)
     ops = (one, Run(12), one, Run(12), sample(100, 20, group=1))
     engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform, role=None)
     held: list[set[int]] = []
@@ -354,7 +396,7 @@ def test_samples_of_one_prompt_read_the_same_blocks_in_place(
 def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: ModuleType, platform: Platform) -> None:
     """Its other reader comes late, or never: then its lease ends. So prompts have no more than their part of all
     blocks, and each sample finds the room that it was promised."""
-    one = sample(100, 30, own=True, with_prompt=True, freedoms=MIXED, transfer_steps=20)
+    one = sample(100, 30, own=True, with_prompt=1, freedoms=MIXED, transfer_steps=20)
     record = checked(stepping, Trace(slots=4, chunk=16, blocks=64, ops=(one,) * 6, budget=40), platform)
     assert sorted(record.finished) == [*range(len(record.requests))]
     assert len(record.requests) == 6, "three pairs get leases"
@@ -364,7 +406,7 @@ def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: Modul
 def test_blocks_that_several_prompts_begin_with_are_prompts_once(stepping: ModuleType, platform: Platform) -> None:
     """Four samples read the same 15 blocks in place. Counted for each of them, prompts would seem to hold far less than
     they do, and take what is promised to samples: these wait until a reader of the prompts comes."""
-    alike = sample(250, 60, own=True, with_prompt=True, freedoms=AT_ONCE, scope="a", common=240)
+    alike = sample(250, 60, own=True, with_prompt=1, freedoms=AT_ONCE, scope="a", common=240)
     held = [Arrive(prompt=150 + 16 * i, freedoms=MIXED, transfer_steps=400, common=1 + i) for i in range(5)]
     ops = (*((alike, Run(3)) * 4), *held, Run(70), sample(300, 210), sample(300, 210), Run(200))
     trace = Trace(slots=8, chunk=64, blocks=96, ops=ops, budget=200)
@@ -380,7 +422,7 @@ def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_ye
 ) -> None:
     """A step without anything in it would keep the prompt waiting. A pair comes first, then when all has ended, then
     beside another pair."""
-    one = sample(40, 3, own=True, with_prompt=True)
+    one = sample(40, 3, own=True, with_prompt=1)
     trace = Trace(slots=2, chunk=16, blocks=48, ops=(one, Run(30), one, Run(1), one), budget=16)
     engine = stepping.engine(COLOCATED, trace, platform, role=None)
     add, asked = engine.scheduler.add_request, list[bool]()
@@ -398,14 +440,18 @@ def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_ye
 
 
 @PLATFORMS
-def test_a_sample_goes_on_although_its_prompt_has_come_and_gone(stepping: ModuleType, platform: Platform) -> None:
-    """The lease of its KV has ended while another sample had the room, whose last blocks are free a step later than it
-    has left."""
-    ops = (sample(300, 50, own=True), Run(2), sample(40, 300, own=True, with_prompt=True), Run(7), Abort(0))
+def test_kv_is_kept_for_a_sample_that_came_with_it_however_long_that_waits_for_room(
+    stepping: ModuleType, scheduler: Any, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other readers have read it, or its lease has ended, while another sample has the room."""
+    ops = (sample(300, 50, own=True), Run(2), sample(40, 300, own=True, with_prompt=1), Run(7), Abort(0))
     trace = Trace(slots=2, chunk=16, blocks=40, ops=ops, budget=16)
     record = stepping.play(COLOCATED, trace, platform, role=None)
+    assert violations(record, trace, stepping) == set()
     assert record.finished[1] == "length"
-    assert record.left_over == []
+    monkeypatch.setattr(scheduler, "_free_blocks", super(scheduler, scheduler)._free_blocks)
+    without = stepping.play(COLOCATED, trace, platform, role=None)
+    assert {"wrong output", "decodes from another KV than its prompt's"} & violations(without, trace, stepping)
 
 
 @PLATFORMS
@@ -414,10 +460,10 @@ def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(
 ) -> None:
     for run, which in itertools.product(range(6), range(2)):
         ops = (
-            sample(40, 5, own=True, with_prompt=True),
+            sample(40, 5, own=True, with_prompt=1),
             Run(run),
             Abort(which),
-            sample(40, 5, own=True, with_prompt=True),
+            sample(40, 5, own=True, with_prompt=1),
         )
         trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16)
         engine = stepping.engine(COLOCATED, trace, platform, role=None)
@@ -637,14 +683,19 @@ def trust_copies(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None
 
 def tell_too_early(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
     """Samples that came with their prompts begin after its first chunk."""
-    note = cls._note_last_steps
+    tell = cls._tell_of_prompts
 
-    def told(self: Any, chosen: Any) -> None:
+    def told(self: Any) -> None:
+        requests = self.requests
+        begun = {name: one for name, one in requests.items() if one.num_computed_tokens}
         names = ("request_id", "num_prompt_tokens", "prompt_token_ids", "kv_transfer_params")
-        prompts = [{name: getattr(request, name) for name in names} for request in chosen]
-        note(self, [SimpleNamespace(**prompt, num_computed_tokens=PLENTY) for prompt in prompts])
+        prompts = [{name: getattr(request, name) for name in names} for request in begun.values()]
+        ended = {one["request_id"]: SimpleNamespace(**one, num_computed_tokens=PLENTY) for one in prompts}
+        self.requests = {**requests, **ended}
+        tell(self)
+        self.requests = requests
 
-    monkeypatch.setattr(cls, "_note_last_steps", told)
+    monkeypatch.setattr(cls, "_tell_of_prompts", told)
 
 
 def outlive_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:

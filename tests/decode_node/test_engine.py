@@ -223,7 +223,7 @@ async def test_of_a_prompt_that_is_not_computed_the_scheduler_learns_which_it_is
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": engine.engine_id,
-        "remote_request_id": "prefill-1",
+        "remote_request_id": "prefill-1/lease-1",
         "remote_block_ids": [[]],
         "remote_host": "",
         "remote_port": 0,

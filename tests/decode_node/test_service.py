@@ -256,7 +256,7 @@ def with_prompt(node: Node, lease_id: int, prompt: Sequence[int] = PROMPT, **fie
     sample = PromptSample(lease_id=lease_id, sampling_params=params, seed=fields.get("seed", 42))
     reader = codec.node_ref_to_proto(fields.get("reader", REF))
     request = PrefillRequest(request_id="prefill-1", prompt_token_ids=prompt, reader=reader, sample=sample)
-    return node.service.start_with_prompt(request, PREFILL, CONTEXT)
+    return node.service.start_with_prompt(request, "prefill-0", PREFILL, CONTEXT)
 
 
 async def test_a_sample_that_comes_with_its_prompt_runs_in_its_lease(node: Node) -> None:
@@ -265,7 +265,7 @@ async def test_a_sample_that_comes_with_its_prompt_runs_in_its_lease(node: Node)
     params = SamplingParams(temperature=0.5, max_tokens=8)
     await with_prompt(node, lease, params=params, seed=2**63 - 1)
     (request,) = node.running
-    assert request.kv == OwnPrompt("prefill-1", PREFILL)
+    assert request.kv == OwnPrompt("prefill-0", PREFILL), "which another request has computed"
     assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
     assert request.share_key == f"{prompt_digest(PROMPT)} client"
     node.service.on_step([StepRow(request.request_id, 7, -0.5)])

@@ -31,7 +31,7 @@ from corun.node.vllm import start as base
 from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
 from decode_node import engine as decode
 from prefill_node import engine as prefill
-from prefill_node.sharing import PromptRequest, StartSample
+from prefill_node.sharing import PromptRequest
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {
@@ -101,10 +101,9 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
 class PrefillEngineOverLlm(prefill.VllmPrefillEngine):
     """Computes prompts over the output loop of `AsyncLLM`, which `drawn` needs. The node's own engine replaces it."""
 
-    async def _run(self, request: Any, start_sample: StartSample | None = None) -> Any:
+    async def _run(self, request: Any) -> Any:
         from vllm.inputs import TokensPrompt
 
-        assert start_sample is None, "a prefill node starts no samples"
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids, cache_salt=request.cache_salt)
         generated = self._llm.generate(prompt, request.sampling_params, request.request_id)
         found = [output async for output in generated]

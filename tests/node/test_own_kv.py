@@ -11,7 +11,6 @@ from corun.node.kv.handle import owner
 from corun.node.kv.stamps import Owned, Prefills, StampTable
 from corun.node.kv.stamps import stamps as block_stamps
 from corun.types import NodeRef
-from prefill_node.sharing import KEEPER
 from tests.loading import load
 from tests.node.worker_half import STAMPS, stamps, step
 
@@ -126,41 +125,19 @@ def test_a_prompt_with_several_readers_is_let_go_after_the_last(own: Any, module
 
 
 @pytest.mark.parametrize("others", [[], ["t"]])
-def test_a_prompt_with_a_keeper_is_held_until_that_lets_it_go(own: Any, module: ModuleType, others: list[str]) -> None:
-    """The sample that came with it reads it before anybody knows who else will, and may wish to compare its bits."""
-    step(module, own, readers={"a": ["a", KEEPER]}, reqs_to_recv={"s": sample([1, 7, 2])}, stamps={"s": STAMPS})
+def test_a_sample_that_came_with_its_prompt_is_none_of_the_readers(
+    own: Any, module: ModuleType, others: list[str]
+) -> None:
+    """It reads before anybody knows who else will, and others may wish to compare the prompt's bits."""
+    step(module, own, reqs_to_recv={"s": sample([1, 7, 2], name="a/s")}, stamps={"s": STAMPS})
     assert own.get_finished(set()) == (set(), {"s"})
     assert own.share("a", others)
-    own.release("a", KEEPER)
+    own.release("a", "a")
     if others:
         assert own.get_finished(set()) == (set(), set())
         own.connector_worker.inbox.append(b"a/t:2")
     assert own.get_finished(set()) == ({"a"}, set())
     assert own._readers == own._released == {}
-
-
-def test_the_readers_of_a_prompt_that_is_given_up_are_forgotten(own: Any, module: ModuleType) -> None:
-    step(module, own, readers={"p": ["p", KEEPER]})
-    assert own._readers == {"p": {"p", KEEPER}}
-    step(module, own, reqs_not_processed={"p"})
-    assert own._readers == {}
-
-
-def test_a_prompts_own_readers_are_told_when_it_begins(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
-    made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both, made._begun, made._in_place = Prefills(16), True, {}, {}
-    made.connector_scheduler = SimpleNamespace(
-        _reqs_need_recv={},
-        update_state_after_alloc=lambda *args: None,
-        build_connector_meta=lambda output: nixl.NixlConnectorMetadata(),
-    )
-    for name, params in (("p", {"do_remote_decode": True, "corun_readers": ["p", KEEPER]}), ("q", None)):
-        made.update_state_after_alloc(SimpleNamespace(request_id=name, kv_transfer_params=params), None, 0)
-    nothing = SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[])
-    )
-    assert [made.build_connector_meta(nothing).readers for _ in range(2)] == [{"p": ["p", KEEPER]}, {}]
 
 
 def test_a_sample_that_ended_before_it_read_only_lets_its_prompt_go(own: Any, module: ModuleType) -> None:
@@ -192,7 +169,7 @@ def test_blocks_that_a_sample_gets_are_no_prompts_any_more(
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
     prefills = Prefills(16)
     made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both, made._begun, made._in_place = prefills, both, {}, {}
+    made._prefills, made._has_both, made._in_place = prefills, both, {}
     asked = SimpleNamespace(kv_transfer_params={"corun_stamps": STAMPS})
     made.connector_scheduler = SimpleNamespace(
         _reqs_need_recv={"t": (asked, ([3, 1],)), "gone": (asked, [])},
@@ -247,7 +224,7 @@ def made_for(tokens: list[int], *owners: tuple[str, int], node: NodeRef) -> byte
 
 def test_a_sample_that_was_never_told_of_its_prompts_kv_releases_nothing(own: Any, module: ModuleType) -> None:
     """It came with its prompt and was aborted before the prompt began, for whose KV another one waits."""
-    step(module, own, reqs_to_recv={"s": sample([], name="q", theirs=[])})
+    step(module, own, reqs_to_recv={"s": sample([], name="q/s", theirs=[])})
     own.connector_worker._reqs_to_send["q"] = 10.0**9
     assert own.share("q", ["another"])
     assert own.get_finished(set()) == (set(), set())
@@ -262,7 +239,7 @@ def test_blocks_that_a_sample_reads_in_place_keep_their_stamps_and_are_not_copie
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
     reads: dict[str, Any] = {}
     made: Any = object.__new__(module.CorunNixlConnector)
-    made._prefills, made._has_both, made._begun, made._in_place = Prefills(16), True, {}, {}
+    made._prefills, made._has_both, made._in_place = Prefills(16), True, {}
     made.connector_scheduler = SimpleNamespace(
         _reqs_need_recv=reads,
         _stop_heartbeat=lambda name: None,

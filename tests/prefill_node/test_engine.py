@@ -23,8 +23,7 @@ from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node import engine as engine_module
 from prefill_node.engine import VllmPrefillEngine, arguments, contract_buckets, full_step, prefill_buckets
 from prefill_node.recheck import Computation
-from prefill_node.sharing import KEEPER, PromptRequest
-from tests.answers import until
+from prefill_node.sharing import PromptRequest
 from tests.loading import load
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -81,7 +80,7 @@ class Engine(VllmPrefillEngine):
     scored: Any = None
     """What a worker returns of a scored prompt."""
 
-    async def _run(self, request: Any, start_sample: Any = None) -> Any:
+    async def _run(self, request: Any) -> Any:
         self.given.append(request.sampling_params.extra_args["kv_transfer_params"])
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
         own = -(-num_tokens // 16) - len(self.cached)
@@ -193,28 +192,6 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
     salts = [request.cache_salt for request in llm.asked]
     assert len({*salts[2:]}) == 3, "another scope, or other freedoms, never find these blocks"
     assert {params["corun_stamps"] for params in given} == {stamps([(owner("r", REF), 2)], [5] * 20, 16)}
-
-
-async def test_a_sample_is_in_the_engine_before_its_prompt_which_is_kept_for_a_while(llm: Llm) -> None:
-    engine, order = make(VllmPrefillEngine, llm), list[str]()
-    add = llm.add_request_async
-
-    async def start_sample() -> None:
-        order.append("sample")
-
-    async def added(request: Any) -> None:
-        order.append("prompt")
-        await add(request)
-
-    llm.add_request_async = added  # type: ignore[method-assign]
-    for name, start in (("r", start_sample), ("s", None)):
-        ended = asyncio.ensure_future(engine.prefill(PromptRequest(name, [5] * 20, READER, start_sample=start)))
-        await until(lambda name=name: name in engine._computing and len(llm.asked) > (name == "s"))
-        ended.cancel()
-        await asyncio.wait((ended,))
-    assert order == ["sample", "prompt", "prompt"]
-    readers = [one.sampling_params.extra_args["kv_transfer_params"].get("corun_readers") for one in llm.asked]
-    assert readers == [["r", KEEPER], None]
 
 
 async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: Engine) -> None:

@@ -26,7 +26,7 @@ from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
-from prefill_node.sharing import KEEPER, PromptRequest
+from prefill_node.sharing import PromptRequest
 from tests.answers import DEADLINE_S, refusal, until
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -117,12 +117,14 @@ class Samples:
         self.started: list[tuple[Any, ...]] = []
         self._engine = engine
 
-    async def start_with_prompt(self, request: pb.PrefillRequest, prefill_node: NodeRef, context: Any) -> None:
+    async def start_with_prompt(
+        self, request: pb.PrefillRequest, prefill_id: str, prefill_node: NodeRef, context: Any
+    ) -> None:
         if self.error:
             raise self.error
         prompt, reader = tuple(request.prompt_token_ids), codec.node_ref_from_proto(request.reader)
         assert prompt not in self._engine.prefilled, "the sample must be there before its prompt"
-        self.started.append((request.sample.lease_id, prompt, reader, request.request_id, prefill_node))
+        self.started.append((request.sample.lease_id, prompt, reader, prefill_id, prefill_node))
 
 
 @pytest.mark.parametrize("fields", [{}, {"share_scope": "client"}, {"isolated": True}])
@@ -134,24 +136,28 @@ async def test_a_sample_starts_with_its_prompt(node: Node, fields: dict[str, Any
     assert answer.started
     assert samples.started == [(5, (7, 8, 9), READER, "r", REF)]
     assert codec.kv_handle_from_proto(answer.handle).request_id == "r"
-    await until(lambda: node.engine.released == [KEEPER])
+    await until(lambda: node.engine.released == ["r"])
     assert not (await node.prefill("s", (7, 8), **fields)).started
 
 
-async def test_a_sample_whose_prompt_is_anothers_or_that_cannot_start_waits_for_its_handle(node: Node) -> None:
+async def test_samples_that_join_a_prompt_start_with_it_and_one_that_cannot_waits_for_its_handle(node: Node) -> None:
     """The prompt is computed all the same: others may wait for it, too."""
     node.service._samples = samples = Samples(node.engine)
     node.engine.hanging = True
     calls = []
-    for number, name in enumerate("ab"):
-        call = node.prefill(name, share_scope="client", sample=pb.PromptSample(lease_id=number))
-        calls.append(asyncio.ensure_future(call))
-        await until(lambda: node.service.queued_prompts == len(calls))
+    for number, name in enumerate("abcd"):
+        sample = pb.PromptSample(lease_id=number) if name != "d" else None
+        samples.error = InvalidArgumentError("sampling_params.top_k", 1, "no") if name == "c" else None
+        calls.append(asyncio.ensure_future(node.prefill(name, share_scope="client", sample=sample)))
+        await until(lambda: node.service.queued_prompts == len(calls) and len(samples.started) == min(len(calls), 2))
     node.engine.hanging = False
-    assert [(await call).started for call in calls] == [True, False]
-    assert [started[0] for started in samples.started] == [0]
+    answers = [await call for call in calls]
+    assert [answer.started for answer in answers] == [True, True, False, False]
+    assert [(started[0], started[3]) for started in samples.started] == [(0, "a"), (1, "a")]
+    assert [answer.handle.claim for answer in answers] == [*"abcd"]
+    assert node.engine.kv.readers == {(node.engine.engine_id, "a"): {*"cd"}}, "who reads by a handle"
     samples.error = InvalidArgumentError("sampling_params.top_k", 1, "no")
-    assert not (await node.prefill("c", (9, 9), sample=pb.PromptSample())).started
+    assert not (await node.prefill("e", (9, 9), sample=pb.PromptSample())).started
 
 
 async def test_an_isolated_prompt_shares_no_kv_whatever_its_scope(node: Node) -> None:

@@ -16,7 +16,7 @@ from corun.testing.model import filled_contract
 from corun.types import KvHandle, NodeRef, NodeRole
 from prefill_node import sharing as module
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.sharing import KEEPER, PromptRequest, Sharing
+from prefill_node.sharing import KEEPER, PromptRequest, Sharing, StartSample
 from tests.answers import put_forward, settle
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -78,9 +78,11 @@ def sharing(engine: Engine) -> Sharing:
 Asked = asyncio.Task[KvHandle]
 
 
-def ask(sharing: Sharing, name: str, *, more_follow: bool = False, **changes: Any) -> Asked:
+def ask(
+    sharing: Sharing, name: str, start: StartSample | None = None, *, more_follow: bool = False, **changes: Any
+) -> Asked:
     prompt = replace(PromptRequest(name, PROMPT, READER, "client a"), **changes)
-    return asyncio.ensure_future(sharing.prefill(prompt, more_follow=more_follow))
+    return asyncio.ensure_future(sharing.prefill(prompt, start, more_follow=more_follow))
 
 
 async def begun(engine: Engine, sharing: Sharing, names: str, *, counted: bool = False) -> dict[str, Asked]:
@@ -307,3 +309,113 @@ async def test_kv_that_nobody_may_join_any_more_is_still_given_back(engine: Engi
     assert engine.readers == {}
     await ask(sharing, "u")
     assert [made.name for made in (*sharing._computations.values(), *sharing._ending)] == ["u"]
+
+
+class Starts:
+    """Starts samples; each waits while a test holds `turn`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.turn = asyncio.Lock()
+        self.refuses = False
+        self.started: list[tuple[str, str, bool]] = []
+        """The samples, with the prompt's id, and whether the prompt's KV was there when the engine got them."""
+        self._engine = engine
+
+    def of(self, name: str) -> StartSample:
+        async def start(prefill_id: str) -> bool:
+            async with self.turn:
+                self.started.append((name, prefill_id, prefill_id in self._engine.readers))
+                return not self.refuses
+
+        return start
+
+
+@pytest.fixture
+def starts(engine: Engine) -> Starts:
+    return Starts(engine)
+
+
+@pytest.mark.parametrize("scope", ["client a", ""])
+async def test_a_sample_starts_before_its_prompt_and_is_no_reader(
+    engine: Engine, sharing: Sharing, starts: Starts, scope: str
+) -> None:
+    """The engine keeps the KV for it by itself, until it has begun."""
+    assert (await ask(sharing, "r", starts.of("r"), scope=scope)).request_id == "r"
+    await settle()
+    assert (starts.started, engine.readers) == ([("r", "r", False)], {})
+    starts.refuses = True
+    await ask(sharing, "s", starts.of("s"), scope=scope)
+    assert engine.readers == {"s": {"s"}}
+
+
+async def test_samples_that_join_start_too_and_the_others_read(
+    engine: Engine, sharing: Sharing, starts: Starts
+) -> None:
+    await engine.turn.acquire()
+    asked = [ask(sharing, name, starts.of(name) if name != "t" else None) for name in "rst"]
+    await settle()
+    starts.refuses = True
+    asked.append(ask(sharing, "u", starts.of("u")))
+    await settle()
+    engine.turn.release()
+    assert [(await one).claim for one in asked] == [*"rstu"]
+    assert sorted(starts.started) == [(name, "r", False) for name in "rsu"]
+    assert engine.readers == {"r": {*"tu"}}
+    starts.refuses = False
+    assert (await ask(sharing, "v", starts.of("v"))).request_id == "r"
+    assert len(starts.started) == 3, "it comes when the KV may go at any time"
+    assert engine.readers == {"r": {*"tuv"}}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_kv_stays_until_the_engine_has_each_sample_that_is_started(
+    engine: Engine, sharing: Sharing, starts: Starts, is_late: bool
+) -> None:
+    """Whoever comes when the readers are being counted is not started, but waits for its handle."""
+    asked = await begun(engine, sharing, "rt")
+    if is_late:
+        engine.sharing.clear()
+    else:
+        await starts.turn.acquire()
+        asked["s"] = ask(sharing, "s", starts.of("s"))
+        await settle()
+    engine.turn.release()
+    await settle()
+    if is_late:
+        asked["s"] = ask(sharing, "s", starts.of("s"))
+        await settle()
+        engine.sharing.set()
+    else:
+        assert not asked["r"].done()
+        starts.turn.release()
+    assert [handle.claim for handle in await asyncio.gather(*asked.values())] == [*"rts"]
+    assert starts.started == [("s", "r", True)][is_late:]
+    assert engine.readers == {"r": {*"rts"} if is_late else {*"rt"}}
+
+
+@pytest.mark.parametrize("gone", ["r", "s"])
+async def test_a_started_sample_whose_caller_gives_up_takes_nothing_from_the_others(
+    engine: Engine, sharing: Sharing, starts: Starts, gone: str
+) -> None:
+    await engine.turn.acquire()
+    asked = {name: ask(sharing, name, starts.of(name)) for name in "rs"} | {"t": ask(sharing, "t")}
+    await settle()
+    asked.pop(gone).cancel()
+    sharing.release_soon(gone)
+    await settle()
+    engine.turn.release()
+    for one in asked.values():
+        assert (await one).request_id == "r"
+    await sharing.release("s")
+    assert engine.readers == {"r": {"t"}}
+    await sharing.release("t")
+    assert engine.readers == {}
+
+
+async def test_kv_of_started_samples_is_kept_for_those_who_wait_for_slots(
+    engine: Engine, keeping: Sharing, starts: Starts
+) -> None:
+    await ask(keeping, "r", starts.of("r"), **FOLLOWED)
+    assert engine.readers == {"r": {KEEPER}}
+    assert (await ask(keeping, "s", starts.of("s"))).request_id == "r"
+    assert engine.readers == {"r": {KEEPER, "s"}}

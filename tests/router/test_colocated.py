@@ -119,9 +119,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_sample_comes_with_its_prompt_and_others_of_the_prompt_after_it(
-    model: str, started: list[str], n: int
-) -> None:
+async def test_all_samples_of_a_prompt_come_with_it(model: str, started: list[str], n: int) -> None:
     params = SamplingParams(logprobs=True, n=n)
     async with cluster(model, prefills=0, decodes=0) as fake:
         node = await fake.add_colocated("c1")
@@ -131,7 +129,7 @@ async def test_a_sample_comes_with_its_prompt_and_others_of_the_prompt_after_it(
             call = asyncio.ensure_future(generate(fake, PROMPT, params, seed=9))
             await until(lambda: prefill.service.queued_prompts == n)
         outputs = await call
-        assert started == ["prompt", *["handle"] * (n - 1)]
+        assert started == ["prompt"] * n
         assert prefill.engine.prefilled == [tuple(PROMPT)]
         assert [output.token_ids for output in outputs] == [
             expected(PROMPT, params, output.seed)[0] for output in outputs
@@ -151,14 +149,14 @@ async def test_who_asks_for_a_prompt_that_another_sample_came_with_gets_its_kv(
             calls = [asyncio.ensure_future(generate(fake, PROMPT, seed=1))]
             await until(lambda: started == ["prompt"])
             calls.append(asyncio.ensure_future(generate(fake, PROMPT, seed=2)))
-            await until(lambda: prefill.service.queued_prompts == 2)
+            await until(lambda: started == ["prompt"] * 2)
             if leaves:
                 calls[0].cancel()
                 await until(lambda: prefill.service.queued_prompts == 1)
         for seed, call in list(enumerate(calls, start=1))[leaves:]:
             (output,) = await call
             assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), seed)[0]
-        assert started == ["prompt", "handle"]
+        assert started == ["prompt"] * 2
         assert prefill.engine.prefilled == [tuple(PROMPT)]
 
 

@@ -34,7 +34,6 @@ from corun.node.kv.handle import (
     AT_ONCE_PARAM,
     IN_PLACE_PARAM,
     OWNERS_PARAM,
-    READERS_PARAM,
     STAMPS_PARAM,
     TAIL_PARAM,
     TARGETS_PARAM,
@@ -90,8 +89,6 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Prefill: the blocks that get digests after the step."""
         self.stamps: dict[str, bytes] = {}
         """Decode: the stamps that the handle's blocks must have, by request id."""
-        self.readers: dict[str, list[str]] = {}
-        """Colocated: the prefills that have several readers from the beginning on, and these."""
         self.rows: int | None = None
         """Colocated: the number of decode rows in a step that also holds prompts; None: it holds none."""
 
@@ -109,7 +106,6 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.expired = 0
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
-        self._begun: dict[str, list[str]] = {}  # request id -> readers, of prompts that began in the step to be made
         self._in_place: dict[str, int] = {}
         """By sample that has not begun, how many of its blocks are its prompt's, and keep that prompt's stamps."""
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
@@ -143,8 +139,6 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._prefills.begin(request)
         params = request.kv_transfer_params or {}
-        if readers := params.get(READERS_PARAM):
-            self._begun[request.request_id] = readers
         if params.get(AT_ONCE_PARAM):
             # The prompt's lease need not be renewed. vLLM does that until it hears that the read has ended.
             self.connector_scheduler._stop_heartbeat(request.request_id)
@@ -181,7 +175,6 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
         others = [block for _, groups in reads.values() for block in itertools.chain(*groups)]
         meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # This call empties `_reqs_need_recv`.
-        meta.readers, self._begun = self._begun, {}
         meta.stamps = {name: given[STAMPS_PARAM] for name, given in params.items() if STAMPS_PARAM in given}
         for name, groups, anew in yield_req_data(scheduler_output) if self._prefills or self._has_both else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
@@ -236,9 +229,6 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         and a peer that still reads the old KV must not accept the zeros."""
         for owned in kv_connector_metadata.owned:
             self.table.own(owned.blocks, owned.stamps)
-        self._readers.update((name, set(readers)) for name, readers in kv_connector_metadata.readers.items())
-        for name in kv_connector_metadata.reqs_not_processed:
-            self._readers.pop(name, None)
         super().handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -276,9 +266,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         found = dict(zip(claims, verdicts, strict=True))
         for name, read in reads.items():
             if not read.local_block_ids:  # It was aborted before it began.
-                # Without stamps it was never told of the KV, which may not be there yet, and which others may wait for.
-                if name in self._connector_metadata.stamps:
-                    self.release(*names_in(read.remote.request_id))
+                self.release(*names_in(read.remote.request_id))
                 continue
             worker._recving_metadata[name] = read
             if self._accept(name, claims.get(name), found.get(name, UNKNOWN)):

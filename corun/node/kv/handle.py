@@ -53,11 +53,8 @@ TAIL_PARAM = "corun_tail"
 """The key in a sample's `kv_transfer_params` for whether it begins in the last step of its own prompt. It computes the
 prompt's tokens behind the blocks that it reads in place once more, at most a block, and draws from the last of them."""
 OWN_PROMPT_PARAM = "corun_own_prompt"
-"""The key in the `kv_transfer_params` of a sample that came with its prompt, for the prompt, until that is in its last
-step: (request id of the prefill, id and generation of the prefill node)."""
-READERS_PARAM = "corun_readers"
-"""The key in a prefill's `kv_transfer_params` for the names of those who keep its KV from the beginning on, if they are
-others than itself."""
+"""The key in the `kv_transfer_params` of a sample that comes with its prompt, for the prompt, until the sample is told
+where the KV is: (request id of the prefill, id and generation of the prefill node)."""
 CHECK_PARAM = "corun_check"
 """The key in a prefill's `kv_transfer_params` for whether the blocks get digests."""
 READER = "/"
