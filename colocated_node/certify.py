@@ -24,6 +24,8 @@ ScoreOf = Callable[[Trace], bytes]
 
 LENGTHS = (16, 336, 1008, 2048)
 """The lengths of prompts beside rows, in tokens, rounded up to whole blocks, so that all of their KV is compared."""
+SAMPLES = 2
+"""The number of samples that begin in their prompt's last step in the test: they read the same blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +113,11 @@ class ScoreCertification:
         self._score = score
         self._draw = random.Random(SEED)
         size = stepper.block_size
-        most = min(stepper.max_model_len - 1, (stepper.num_blocks - 1) // 2 * size)
+        most = min(stepper.max_model_len - 1, (stepper.num_blocks - 1 - SAMPLES) // 2 * size)
         # The longest ends soon after a chunk: few queries and many keys, which attention that looks at both would cut.
         whole = {-(-length // size) * size for length in (*LENGTHS, chunk + 1)}
         self._lengths = sorted(length for length in whole if STEPS < length <= most)
-        blocks = 2 * max(self._lengths, default=0) // size + 1
+        blocks = 2 * max(self._lengths, default=0) // size + SAMPLES
         self._pool = BlockPool(stepper, blocks, self._draw, SEED)
 
     def difference(self) -> str:
@@ -134,15 +136,16 @@ class ScoreCertification:
         as a prompt, which is computed in this way."""
         self.comparisons += 1
         count = length // self._stepper.block_size
-        mine, other, last = self._pool.take(count), self._pool.take(count), self._pool.take(1)
+        mine, other, last = self._pool.take(count), self._pool.take(count), self._pool.take(SAMPLES)
         tokens, row = self._drawn(length, mine)
         with way:
-            prompt, sample = self._prefilled("as a prompt", tokens, other, last)
+            prompt, samples = self._prefilled("as a prompt", tokens, other, last)
         stage = self._stepper.layer_that_differs(mine, other) or first_difference(row, prompt)
         if not stage and self._score(prompt) != row.logprob:
             stage = "the score"
-        if not stage and (found := self._stepper.layer_that_differs(other[-1:], last) or first_difference(row, sample)):
-            stage = f"{found} of a sample that begins in its last step"
+        for block, sample in zip(last, samples, strict=True):
+            found = self._stepper.layer_that_differs(other[-1:], (block,)) or first_difference(row, sample)
+            stage = stage or (found and f"{found} of a sample that begins in its last step")
         self._pool.give_back((*mine, *other, *last))
         return f"of {length} tokens, the last {STEPS} drawn, a prompt differs first in {stage}" if stage else ""
 
@@ -158,25 +161,27 @@ class ScoreCertification:
 
     def _prefilled(
         self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], last: tuple[int, ...]
-    ) -> tuple[Trace, Trace]:
-        """Compute a prompt in the contract's chunks, and return its last trace without KV, and that of its sample.
+    ) -> tuple[Trace, list[Trace]]:
+        """Compute a prompt in the contract's chunks, and return its last trace without KV, and those of its samples.
 
-        last: the block of a sample that begins in the prompt's last step, reads all other blocks where they are while
-        they are written, and computes the tokens behind them itself; empty: there is none, and the prompt's trace comes
-        twice.
+        last: a block for each sample that begins in the prompt's last step. It reads all other blocks where they are
+        while they are written, and computes the tokens behind them itself.
         """
         whole = len(blocks) - 1
+        shared, computed = blocks[:whole], whole * self._stepper.block_size
         sequence = self._sequence(name, tokens, blocks)
-        sample = self._sequence("a sample", tokens, (*blocks[:whole], *last), computed=whole * self._stepper.block_size)
+        names = (f"sample {number}" for number in range(len(last)))
+        samples = [
+            self._sequence(name, tokens, (*shared, block), computed) for name, block in zip(names, last, strict=True)
+        ]
         counts = tuple(chunks(len(tokens), self._chunk))
-        for number, count in enumerate(counts, start=1):
-            step = [(sequence, count)]
-            if last and number == len(counts):
-                step.append((sample, len(tokens) - sample.computed))
-            traces = self._stepper.step(step, rows=0)
+        for count in counts[:-1]:
+            self._stepper.step([(sequence, count)], rows=0)
+        begins = [(sample, len(tokens) - computed) for sample in samples]
+        traces = self._stepper.step([(sequence, counts[-1]), *begins], rows=0)
         self._close(len(counts))
-        prompt = traces[sequence.name]
-        return replace(prompt, kv=()), replace(traces.get(sample.name, prompt), kv=())
+        prompt, *others = (replace(traces[each.name], kv=()) for each in (sequence, *samples))
+        return prompt, others
 
     def _sequence(self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:
         return TestSequence(name=name, prompt=tokens, blocks=blocks, computed=computed, sampling=self._sampling)

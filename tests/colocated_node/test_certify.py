@@ -150,10 +150,13 @@ def test_a_row_with_other_bits_than_a_prompt_is_found(module: ModuleType, flaw: 
     assert found.startswith(f"of {length} tokens, the last 4 drawn, a prompt differs first in ")
 
 
+@pytest.mark.parametrize("sample", [0, 1])
 @pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
-def test_a_sample_with_other_bits_in_its_prompts_last_step_is_found(module: ModuleType, stage: str) -> None:
-    """It reads blocks in the step that writes them."""
-    model = a_model(lambda row, batch, sequence: sequence.name == "a sample" or None, stage=stage)
+def test_a_sample_with_other_bits_in_its_prompts_last_step_is_found(
+    module: ModuleType, stage: str, sample: int
+) -> None:
+    """It reads blocks in the step that writes them, and so does another sample of the prompt."""
+    model = a_model(lambda row, batch, sequence: sequence.name == f"sample {sample}" or None, stage=stage)
     found = certify_scores(module, model)
     assert found.startswith("of 16 tokens, the last 4 drawn, a prompt differs first in ")
     assert found.endswith(" of a sample that begins in its last step")
