@@ -17,7 +17,7 @@ from corun import strict_json
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole, from_plain
 
-CONTRACT_VERSION = 10
+CONTRACT_VERSION = 11
 """The version of the contract's form: of its fields, and of the rules that the cluster's own code gives names to.
 
 It grows with each change of this project after which equal nodes have other fingerprints. CHANGELOG.md has a table of
@@ -62,7 +62,7 @@ class ModelContract(_Part):
     """The name and version of the engine."""
     torch: str
     kernels: tuple[str, ...]
-    """The names and versions of the libraries that compute, or that read a model's files."""
+    """The names and versions of the libraries that compute, or read a model's files, and the compiler's settings."""
     plugins: tuple[str, ...]
     """The installed plugins of the engine: for each its group, name, object, and distribution with version."""
     device: str

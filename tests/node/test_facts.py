@@ -119,6 +119,16 @@ def test_libraries_that_read_a_models_files_are_in_the_contract(directory: Path)
     assert model.tokenizers == found["tokenizers"]
 
 
+def test_how_the_compiler_makes_kernels_is_in_a_gpus_contract(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combined kernels have other bits than single ones, so nodes that make others refuse each other."""
+    on_cpu = contract_of(directory).model.kernels
+    on_gpu = contract_of(directory, **settings_seen("cuda")).model.kernels
+    told = "inductor benchmark_combo_kernel False", "inductor combo_kernels True", "inductor deterministic True"
+    assert on_gpu == (*on_cpu, *told)
+    monkeypatch.setitem(facts.pin.GPU_INDUCTOR, "combo_kernels", False)
+    assert contract_of(directory, **settings_seen("cuda")).model.kernels != on_gpu
+
+
 def install(where: Path, name: str, version: str, entry_points: str = "") -> None:
     """Write the metadata of an installed distribution."""
     info = where / f"{name.replace('-', '_')}-{version}.dist-info"

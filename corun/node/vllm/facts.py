@@ -115,10 +115,13 @@ def config_digest(directory: Path) -> str:
 
 
 def _kernel_libraries(seen: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the installed libraries as "name version", and the kernel packages that vLLM found usable."""
+    """Return the installed libraries as "name version", the kernel packages that vLLM found usable, and on a GPU how
+    the compiler is told to make kernels (`base` has read it back)."""
     versions = {found.name: found.version for found in metadata.distributions()}
     installed = (f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
-    return (*installed, *(f"{name} is used" for name in seen["kernel_packages"]))
+    used = (f"{name} is used" for name in seen["kernel_packages"])
+    told = (f"{name} {value}" for name, value in sorted(pin.GPU_INDUCTOR.items()) if seen["platform"] != "cpu")
+    return (*installed, *used, *(f"inductor {setting}" for setting in told))
 
 
 def _plugins() -> tuple[str, ...]:
