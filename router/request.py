@@ -172,7 +172,7 @@ class RequestRunner:
             prompt = await self._texts.encode(request.prompt, model, deadline, name)
         else:
             check_lengths(len(request.prompt), 1, model.max_model_len)
-            prompt = tuple(request.prompt)
+            prompt = tuple(request.prompt[:])  # A slice of a message's list takes less time than asking for each id.
         self.check(prompt, request.params, model)
         digest, params_digest = prompt_digest(prompt), request.params.digest()
         scope = f"client {name}" if self._config.share_kv else ""
@@ -209,7 +209,8 @@ class RequestRunner:
     def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
         """Raise InvalidArgumentError if this model cannot run the request, or if no node has KV room for it."""
         check_lengths(len(prompt), params.max_tokens, model.max_model_len)
-        check_token_ids(prompt, model.vocab_size)
+        if max(prompt) >= model.vocab_size:  # Messages and tokenizers give no other numbers than token ids from 0 on.
+            check_token_ids(prompt, model.vocab_size)
         check_vocabulary(params, model.vocab_size)
         if params.constraint is not None and not self._registry.contract.computes_with("llguidance"):
             limit = "must be unset: these decode nodes do not follow constraints, by their contract"
