@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +27,7 @@ from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
-from corun_bench.driver import Outcome, Target
+from corun_bench.driver import Outcome, Request, Target
 from corun_bench.systems import TEMPERATURE
 
 TIMEOUT_S = 3600.0
@@ -44,29 +45,88 @@ Received = tuple[float, pb.GenerateResponse | bytes]
 """When a response came, and the response as it came."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    """A request of one or several samples of a prompt."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    ends: list[asyncio.Future[None]] = field(default_factory=list)
+    """When each sample has ended, or why the call failed."""
+    received: list[Received] = field(default_factory=list)
+    drawing: asyncio.Task[None] | None = None
+
+    def takes(self, request: Request) -> bool:
+        """Return whether a request is for the next sample: those of a call have the seeds of places from 0 on."""
+        first = self.outcomes[0].request
+        return (
+            first.place == 0 < request.place == len(self.outcomes)
+            and request.prompt_token_ids is first.prompt_token_ids
+        )
+
+    def note(self, received: Received) -> None:
+        self.received.append(received)
+        _, response = received
+        if isinstance(response, pb.GenerateResponse) and response.finish_reason:
+            self.end(response.sample_index)
+
+    def end(self, place: int, error: Exception | None = None) -> None:
+        if (end := self.ends[place]).done():
+            return
+        if error is None:
+            end.set_result(None)
+        else:
+            end.set_exception(error)
+
+
 class ClusterTarget(Target):
-    """A router, used as the SDK uses it: the responses of all requests share a stream.
+    """A router, used as the SDK uses it: the responses of all requests share a stream, and samples of one prompt that
+    are sent in the same turn of the loop are one request.
 
     A wave of requests that ends brings thousands of responses; to read them at once would delay the next wave.
     """
 
     def __init__(self, address: str) -> None:
         self.channel = channel(address)
-        self._received: list[tuple[Outcome, list[Received]]] = []
+        self._next: _Call | None = None
+        """The call that is about to be sent."""
+        self._calls: list[_Call] = []
 
     async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
-        request = outcome.request
-        params = SamplingParams(
-            temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
-        )
-        message = codec.generate_request(request.prompt_token_ids, params, seed=request.seed)
-        received: list[Received] = []
-        self._received.append((outcome, received))
+        call = self._next
+        if call is None or not call.takes(outcome.request):
+            call = self._next = _Call()
+            self._calls.append(call)
+            call.drawing = asyncio.ensure_future(self._draw(call, logprobs=logprobs))
+        call.outcomes.append(outcome)
+        call.ends.append(end := asyncio.get_running_loop().create_future())
         try:
+            await end
+        except asyncio.CancelledError:
+            if call.drawing is not None and all(end.done() for end in call.ends):
+                call.drawing.cancel()
+            raise
+
+    async def _draw(self, call: _Call, *, logprobs: bool) -> None:
+        """Send a call in the next turn of the loop, and note what comes back."""
+        self._next = None if self._next is call else self._next
+        request = call.outcomes[0].request
+        params = SamplingParams(
+            n=len(call.outcomes),
+            temperature=TEMPERATURE,
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            logprobs=logprobs,
+        )
+        failure: Exception | None = None
+        try:
+            message = codec.generate_request(request.prompt_token_ids, params, seed=request.seed)
             async with aclosing(self.responses(message)) as responses:
-                received.extend([(time.monotonic(), response) async for response in responses])
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+                async for response in responses:
+                    call.note((time.monotonic(), response))
+        except Exception as error:  # Whatever it is, the samples must not wait on.
+            failure = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+        for place in range(len(call.ends)):
+            call.end(place, failure)
 
     def responses(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse | bytes, None]:
         return self._outputs.generate(message, Deadline(TIMEOUT_S))
@@ -76,18 +136,18 @@ class ClusterTarget(Target):
         return Outputs(ClusterServiceStub(self.channel), lambda call: call, lambda response: response)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
-        for outcome, received in self._received:
-            digest = ""
-            for at, data in received:
+        for call in self._calls:
+            for at, data in call.received:
                 message = pb.GenerateResponse.FromString(data) if isinstance(data, bytes) else data
+                outcome = call.outcomes[message.sample_index]
                 if message.token_ids:
                     outcome.arrivals.append((at, len(message.token_ids)))
                     outcome.token_ids += message.token_ids
                     outcome.logprobs += message.logprobs
-                digest = message.receipt.output_digest or digest
-            if digest and outcome.logprobs and digest != output_digest(outcome.token_ids, outcome.logprobs):
-                outcome.error = "its receipt is of other tokens"
-        self._received.clear()
+                digest = message.receipt.output_digest
+                if digest and outcome.logprobs and digest != output_digest(outcome.token_ids, outcome.logprobs):
+                    outcome.error = "its receipt is of other tokens"
+        self._calls.clear()
 
     async def connected(self) -> None:
         await self.channel.channel_ready()

@@ -26,6 +26,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     seed: int
+    place: int = 0
+    """The request's place among the samples of its prompt. Its seed is `sample_seed` of the first one's and this."""
     arrival_s: float = 0.0
     """The time at which the request is sent in an open loop."""
 

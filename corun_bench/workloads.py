@@ -225,6 +225,7 @@ def make(
                     prompt_token_ids=sample.prompt,
                     max_tokens=sample.output_len,
                     seed=sample_seed(own_seed, place),
+                    place=place,
                     arrival_s=arrival_s,
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 from aiohttp import web
 
 from corun.errors import CorunError, InvalidArgumentError, UnavailableError
-from corun.params import SamplingParams
+from corun.params import SamplingParams, sample_seed
 from corun.testing.engines import expected
 from corun.v1 import cluster_service_pb2 as pb
 from corun_bench import client
-from corun_bench.client import ClusterTarget, OpenAiTarget
+from corun_bench.client import ClusterTarget, OpenAiTarget, _Call
 from corun_bench.driver import Outcome, Request, Target
 from corun_bench.systems import TEMPERATURE
+from tests.answers import until
 from tests.clusters import cluster
 from tests.gateway.serving import serving
 
@@ -92,7 +93,7 @@ async def test_the_gateway_and_the_router_are_measured_token_by_token(model: str
         forged = Outcome(request=outcomes[0].request)
         message = pb.GenerateResponse(token_ids=[1], logprobs=[-1.0])
         message.receipt.output_digest = "0" * 64
-        router._received.append((forged, [(0.0, message.SerializeToString())]))
+        router._calls.append(_Call(outcomes=[forged], received=[(0.0, message.SerializeToString())]))
         router.settle()
         assert forged.error == "its receipt is of other tokens"
         await router.aclose()
@@ -106,6 +107,50 @@ async def test_the_gateway_and_the_router_are_measured_token_by_token(model: str
         assert len(times) > 10  # Tokens come one by one, and each has its time.
     assert (plain.token_ids, plain.logprobs) == (ids, [])
     assert target.model == Path(model).name
+
+
+def sample_of(prompt: tuple[int, ...], place: int, max_tokens: int = 5) -> Outcome:
+    return Outcome(
+        request=Request(
+            index=place, prompt_token_ids=prompt, max_tokens=max_tokens, seed=sample_seed(7, place), place=place
+        )
+    )
+
+
+async def test_samples_of_a_prompt_that_are_sent_together_are_one_request(model: str) -> None:
+    """They are drawn as if each were a request of its own. Those in another order are alone."""
+    other = tuple(PROMPT[::-1])
+    async with cluster(model) as fake, aclosing(ClusterTarget(fake.address)) as target:
+        group = [sample_of(PROMPT, place) for place in range(3)] + [sample_of(other, place) for place in range(2)]
+        await asyncio.gather(*(target.run(outcome, logprobs=True) for outcome in group))
+        later = [sample_of(PROMPT, place) for place in (2, 1, 0)]
+        await asyncio.gather(*(target.run(outcome, logprobs=True) for outcome in later))
+        assert [len(call.outcomes) for call in target._calls] == [3, 2, 1, 1, 1]
+        target.settle()
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=TEMPERATURE)
+    for outcome in (*group, *later):
+        request = outcome.request
+        ids, logprobs, _ = expected(request.prompt_token_ids, params, request.seed)
+        assert (outcome.error, outcome.token_ids, outcome.logprobs) == ("", ids, logprobs)
+        assert sum(count for _, count in outcome.arrivals) == 5
+
+
+async def test_a_group_that_fails_or_takes_too_long_leaves_no_sample_waiting(model: str) -> None:
+    async with cluster(model) as fake, aclosing(ClusterTarget(fake.address)) as target:
+        too_long = [target.run(sample_of(PROMPT, place, 600), logprobs=True) for place in range(2)]
+        errors = await asyncio.gather(*too_long, return_exceptions=True)
+        assert ["max_tokens = 600" in str(error) for error in errors] == [True, True]
+        for node in fake.nodes:
+            if node.info.slots:
+                node.engine.step_ms = 3_600_000.0
+        endless = [asyncio.ensure_future(target.run(sample_of(PROMPT, place), logprobs=True)) for place in range(2)]
+        decode = next(node for node in fake.nodes if node.info.slots)
+        await until(lambda: decode.leases == 2)
+        endless[0].cancel()
+        await asyncio.wait(endless[:1])
+        assert decode.leases == 2  # The other one goes on.
+        endless[1].cancel()
+        await until(lambda: decode.leases == 0)
 
 
 async def test_hundreds_of_requests_at_once(model: str) -> None:
