@@ -145,7 +145,8 @@ class ScoreCertification:
             stage = "the score"
         for block, sample in zip(last, samples, strict=True):
             found = self._stepper.layer_that_differs(other[-1:], (block,)) or first_difference(row, sample)
-            stage = stage or (found and f"{found} of a sample that begins in its last step")
+            if found and not stage:
+                stage = f"{found} of a sample that begins in its last step"
         self._pool.give_back((*mine, *other, *last))
         return f"of {length} tokens, the last {STEPS} drawn, a prompt differs first in {stage}" if stage else ""
 
@@ -170,9 +171,8 @@ class ScoreCertification:
         whole = len(blocks) - 1
         shared, computed = blocks[:whole], whole * self._stepper.block_size
         sequence = self._sequence(name, tokens, blocks)
-        names = (f"sample {number}" for number in range(len(last)))
         samples = [
-            self._sequence(name, tokens, (*shared, block), computed) for name, block in zip(names, last, strict=True)
+            self._sequence(f"sample {number}", tokens, (*shared, block), computed) for number, block in enumerate(last)
         ]
         counts = tuple(chunks(len(tokens), self._chunk))
         for count in counts[:-1]:

@@ -102,13 +102,14 @@ class ClusterTarget(Target):
         try:
             await end
         except asyncio.CancelledError:
-            if call.drawing is not None and all(end.done() for end in call.ends):
+            if call.drawing is not None and all(one.done() for one in call.ends):
                 call.drawing.cancel()
             raise
 
     async def _draw(self, call: _Call, *, logprobs: bool) -> None:
         """Send a call in the next turn of the loop, and note what comes back."""
-        self._next = None if self._next is call else self._next
+        if self._next is call:
+            self._next = None
         request = call.outcomes[0].request
         params = SamplingParams(
             n=len(call.outcomes),
