@@ -42,7 +42,7 @@ from corun.types import (
 )
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
-from corun.v1.prefill_service_pb2 import PrefillRequest
+from corun.v1.prefill_service_pb2 import PrefillRequest, PromptSample
 from decode_node.metrics import DecodeMetrics
 from decode_node.slots import Lease, NoRoomError, SlotTable, rows_of_step
 
@@ -113,6 +113,7 @@ class StepStream:
         self.session = session
         self._pending: list[tuple[int, StepRow]] = []
         self._read: list[int] = []
+        self._granted: list[pb.LeaseGrant] = []
         self._ready = asyncio.Event()
         self._sent = 0
         self.replaced = False
@@ -123,6 +124,10 @@ class StepStream:
     def add_read(self, lease_id: int) -> None:
         """Tell that the KV of a lease has been read."""
         self._read.append(lease_id)
+
+    def add_granted(self, lease_id: int, request_id: str) -> None:
+        """Tell which lease the sample of a prompt has got, before anything else of it."""
+        self._granted.append(pb.LeaseGrant(request_id=request_id, lease_id=lease_id))
 
     def flush(self) -> None:
         self._ready.set()
@@ -142,9 +147,12 @@ class StepStream:
             self._ready.clear()
             pending, self._pending = self._pending, []
             read, self._read = self._read, []
-            if pending or read:
+            granted, self._granted = self._granted, []
+            if pending or read or granted:
                 self._sent += 1
-                yield _message(self._sent, pending, read)
+                message = _message(self._sent, pending, read)
+                message.granted.extend(granted)
+                yield message
 
 
 def _message(step: int, rows: Sequence[tuple[int, StepRow]], read: Sequence[int]) -> pb.StreamStepsResponse:
@@ -275,24 +283,52 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             stream.flush()
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
-        self._check_open(request.generation)
+        lease = self._reserve(request, request.generation, request.num_prompt_tokens, request.max_tokens)
+        return pb.ReserveResponse(lease_id=lease.lease_id, ttl_ms=round(self._ttl_s * 1000))
+
+    def reserve_with_prompt(self, request: PrefillRequest) -> int:
+        """Lease room for the sample of a prompt, as `Reserve` does. Return the lease's id.
+
+        The router may give the call up before it has the answer. Therefore its step stream tells of the lease, too, at
+        the latest when `tell` is called.
+        """
+        reader = codec.node_ref_from_proto(request.reader)
+        if reader.node_id != self.ref.node_id:
+            raise InvalidArgumentError("reader", str(reader), f"must be {self.ref}")
+        sample = request.sample
+        tokens = len(request.prompt_token_ids), sample.sampling_params.max_tokens
+        lease = self._reserve(sample, reader.generation, *tokens)
+        if (stream := self._stream_of(lease)) is not None:
+            stream.add_granted(lease.lease_id, request.request_id)
+        return lease.lease_id
+
+    def tell(self, router_id: str) -> None:
+        """Send what a router's step stream has for it."""
+        if (stream := self._streams.get(router_id)) is not None:
+            stream.flush()
+
+    def _reserve(
+        self, asked: pb.ReserveRequest | PromptSample, generation: str, num_prompt_tokens: int, max_tokens: int
+    ) -> Lease:
+        """Lease room for a sample. Raises OverloadedError if there is none. asked: says for whom."""
+        self._check_open(generation)
         if self.draining:
             raise UnavailableError(f"decode node {self.ref.node_id} is draining", 0.0)  # Another node helps at once.
-        if request.num_prompt_tokens < 1 or request.max_tokens < 1:
-            value = (request.num_prompt_tokens, request.max_tokens)
+        if num_prompt_tokens < 1 or max_tokens < 1:
+            value = (num_prompt_tokens, max_tokens)
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
-        check_name("router_id", request.router_id)
-        if len(request.share_key) > MAX_SHARE_KEY:
-            raise InvalidArgumentError("share_key", request.share_key, f"must have at most {MAX_SHARE_KEY} characters")
-        self._check_session(request.router_id, request.session)
-        sizes, now = (request.num_prompt_tokens, request.max_tokens), asyncio.get_running_loop().time()
-        whose: dict[str, Any] = {"share_key": request.share_key, "session": request.session}
+        check_name("router_id", asked.router_id)
+        if len(asked.share_key) > MAX_SHARE_KEY:
+            raise InvalidArgumentError("share_key", asked.share_key, f"must have at most {MAX_SHARE_KEY} characters")
+        self._check_session(asked.router_id, asked.session)
+        whose: dict[str, Any] = {"share_key": asked.share_key, "session": asked.session}
+        now = asyncio.get_running_loop().time()
         try:
-            lease = self._table.reserve(request.router_id, *sizes, **whose, now=now)
+            lease = self._table.reserve(asked.router_id, num_prompt_tokens, max_tokens, **whose, now=now)
         except NoRoomError as error:
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
         self._keep_or_expire(lease)
-        return pb.ReserveResponse(lease_id=lease.lease_id, ttl_ms=round(self._ttl_s * 1000))
+        return lease
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_open(request.generation)
@@ -301,18 +337,15 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         return pb.StartResponse()
 
     async def start_with_prompt(
-        self, request: PrefillRequest, prefill_id: str, prefill_node: NodeRef, context: Context
+        self, request: PrefillRequest, lease_id: int, prefill_id: str, prefill_node: NodeRef, context: Context
     ) -> None:
-        """Start the sample of a prompt that the same engine computes, or is about to compute, under this id.
+        """Start the sample of a prompt in its lease. The same engine computes the prompt under this id, or is about to.
 
         Raises what `Start` raises. After a CorunError the lease goes on, since its router then calls `Start`.
         """
-        reader = codec.node_ref_from_proto(request.reader)
-        if reader.node_id != self.ref.node_id:
-            raise InvalidArgumentError("reader", str(reader), f"must be {self.ref}")
-        self._check_open(reader.generation)
+        self._check_open(request.reader.generation)
         sample, prompt = request.sample, list(request.prompt_token_ids)
-        lease = self._held(sample.lease_id)
+        lease = self._held(lease_id)
         params = codec.sampling_params_from_proto(sample.sampling_params)
         self._check_lease(lease, prompt, params, prompt_digest(prompt))
         kv, key = OwnPrompt(prefill_id, prefill_node), lease.blocks.share_key

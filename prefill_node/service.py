@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from corun.config.fields import NodeConfig
-from corun.errors import CorunError, InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.errors import CorunError, InvalidArgumentError, Shown, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import SEPARATORS
 from corun.node.life import Role, node_info
 from corun.observe.tracing import Value, caller_of
@@ -30,13 +30,19 @@ log = logging.getLogger(__name__)
 
 
 class Samples(Protocol):
-    """Starts samples in the engine that computes their prompts."""
+    """Leases room for samples in the engine that computes their prompts, and starts them."""
+
+    def reserve_with_prompt(self, request: pb.PrefillRequest) -> int:
+        """Lease room for the sample of a prompt. Return the lease's id. Raises OverloadedError if there is no room."""
 
     async def start_with_prompt(
-        self, request: pb.PrefillRequest, prefill_id: str, prefill_node: NodeRef, context: Context
+        self, request: pb.PrefillRequest, lease_id: int, prefill_id: str, prefill_node: NodeRef, context: Context
     ) -> None:
         """Start the sample of a prompt that the engine computes, or is about to compute, under this id. Raises
         CorunError if it cannot start."""
+
+    def tell(self, router_id: str) -> None:
+        """Tell a router of the leases that were granted to it."""
 
 
 class GivenUpError(UnavailableError):
@@ -108,12 +114,15 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("reader", str(reader), "must be a decode node")
         name = request.request_id
         started, samples = False, self._samples if request.HasField("sample") else None
+        if request.HasField("sample") and samples is None:
+            raise InvalidArgumentError("sample", Shown("a sample"), "must be absent: this node does not decode")
+        lease_id = samples.reserve_with_prompt(request) if samples else 0
 
         async def start_sample(prefill_id: str) -> bool:
             nonlocal started
             assert samples is not None
             try:
-                await samples.start_with_prompt(request, prefill_id, self.ref, context)
+                await samples.start_with_prompt(request, lease_id, prefill_id, self.ref, context)
                 started = True
             except CorunError as error:  # The prompt may be for others, too. The router starts the sample afterwards.
                 log.info("the sample of prefill %s does not start with its prompt: %s", name, error)
@@ -134,7 +143,10 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.
             self.sharing.release_soon(name)
             raise
-        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle), started=started)
+        finally:
+            if samples is not None:  # Whoever has given the call up must hear of the lease all the same.
+                samples.tell(request.sample.router_id)
+        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle), started=started, lease_id=lease_id)
 
     async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensResponse:
         self._admit(request, "token_ids", request.token_ids)

@@ -160,8 +160,19 @@ class Attempt:
         """When the attempt's first token came, on the loop's clock; None if there was none."""
         return self._lease.first_row_at
 
+    @property
+    def _comes_with_prompt(self) -> bool:
+        """Whether the sample goes to one engine together with its prompt."""
+        # The node tries constraints at a start, and the prompt must not wait for that.
+        return self.placement.is_one_engine and self.task.params.constraint is None
+
     async def reserve(self) -> None:
-        """Lease KV room and a place in line for a slot. Raises OverloadedError if the node has no room now."""
+        """Lease KV room and a place in line for a slot. Raises OverloadedError if the node has no room now.
+
+        The lease of a sample that comes with its prompt is reserved by the prefill call.
+        """
+        if self._comes_with_prompt:
+            return
         with faults_of(self.placement.decode, passing=OverloadedError), self.span.child("reserve"):
             await self.placement.decode.client.reserve(
                 self._lease,
@@ -172,12 +183,15 @@ class Attempt:
             )
 
     async def prefill(self) -> Handle:
-        """Compute the prompt's KV and return its handle. If one engine does both, the sample starts with its prompt."""
+        """Compute the prompt's KV and return its handle. If one engine does both, this reserves the lease, as `reserve`
+        does otherwise, and starts the sample with its prompt."""
         self._prefill_id = secrets.token_hex(12)
-        sample = None
-        if self.placement.is_one_engine and self.task.params.constraint is None:  # Constraints are tried at a start.
-            sample = self._lease.with_prompt(self.task.params, self.task.seed)
-        with faults_of(self.placement.prefill), self.span.child("prefill") as span:
+        decode, share_key, sample = self.placement.decode.client, self.placement.need.kv_key, None
+        if self._comes_with_prompt:
+            given: dict[str, Any] = {"params": self.task.params, "seed": self.task.seed, "share_key": share_key}
+            sample = decode.with_prompt(self._lease, self._prefill_id, **given)
+        refused: type[CorunError] | tuple[()] = () if sample is None else OverloadedError
+        with faults_of(self.placement.prefill, passing=refused), self.span.child("prefill") as span:
             computed = await self.placement.prefill.client.prefill(
                 self._prefill_id,
                 self.task.prompt_token_ids,
@@ -185,11 +199,13 @@ class Attempt:
                 self._time(),
                 span.metadata,
                 idle_s=self._config.prefill_timeout_s,
-                share_scope=self.task.share_scope if self.placement.need.kv_key else "",
+                share_scope=self.task.share_scope if share_key else "",
                 more_follow=self._more_follow,
                 isolated=self.task.isolated,
                 sample=sample,
             )
+        if sample is not None and self._lease.lease_id is None:
+            decode.note_granted(self._prefill_id, computed.lease_id)
         self._is_started = computed.started
         self.placement.cached_tokens = computed.handle.cached_tokens
         self.placement.leave(is_computed=True)

@@ -88,7 +88,7 @@ class StreamStepsRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., session: _Optional[int] = ...) -> None: ...
 
 class StreamStepsResponse(_message.Message):
-    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended", "read", "alternatives")
+    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended", "read", "alternatives", "granted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class StreamStepsResponse(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -103,7 +104,16 @@ class StreamStepsResponse(_message.Message):
     ended: _containers.RepeatedCompositeFieldContainer[LeaseEnd]
     read: _containers.RepeatedScalarFieldContainer[int]
     alternatives: _containers.RepeatedCompositeFieldContainer[RowAlternatives]
-    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ..., read: _Optional[_Iterable[int]] = ..., alternatives: _Optional[_Iterable[_Union[RowAlternatives, _Mapping]]] = ...) -> None: ...
+    granted: _containers.RepeatedCompositeFieldContainer[LeaseGrant]
+    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ..., read: _Optional[_Iterable[int]] = ..., alternatives: _Optional[_Iterable[_Union[RowAlternatives, _Mapping]]] = ..., granted: _Optional[_Iterable[_Union[LeaseGrant, _Mapping]]] = ...) -> None: ...
+
+class LeaseGrant(_message.Message):
+    __slots__ = ("request_id", "lease_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    lease_id: int
+    def __init__(self, request_id: _Optional[str] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class RowAlternatives(_message.Message):
     __slots__ = ("row", "token_ids", "logprobs")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from corun.v1 import types_pb2 as corun_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x63orun/v1/prefill_service.proto\x12\x08\x63orun.v1\x1a\x14\x63orun/v1/types.proto\"\x17\n\x08\x42lockIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x07KvOwner\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xd6\x02\n\x08KvHandle\x12\'\n\x0cprefill_node\x18\x01 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12%\n\tblock_ids\x18\x04 \x03(\x0b\x32\x12.corun.v1.BlockIds\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0c\n\x04port\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x15\n\rprompt_digest\x18\t \x01(\t\x12!\n\x06reader\x18\n \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x0f\n\x07\x62inding\x18\x0b \x01(\t\x12\r\n\x05\x63laim\x18\x0c \x01(\t\x12!\n\x06owners\x18\r \x03(\x0b\x32\x11.corun.v1.KvOwner\x12\x15\n\rcached_tokens\x18\x0e \x01(\r\"\xd9\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12!\n\x06reader\x18\x04 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x13\n\x0bshare_scope\x18\x05 \x01(\t\x12\x13\n\x0bmore_follow\x18\x06 \x01(\x08\x12\x10\n\x08isolated\x18\x07 \x01(\x08\x12&\n\x06sample\x18\x08 \x01(\x0b\x32\x16.corun.v1.PromptSample\"a\n\x0cPromptSample\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x31\n\x0fsampling_params\x18\x02 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"F\n\x0fPrefillResponse\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.corun.v1.KvHandle\x12\x0f\n\x07started\x18\x02 \x01(\x08\":\n\x10ReleaseKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\"\x13\n\x11ReleaseKvResponse\"x\n\x12ScoreTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nnum_scored\x18\x04 \x01(\r\x12\x13\n\x0bshare_scope\x18\x05 \x01(\t\"k\n\x13ScoreTokensResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x15\n\rcached_tokens\x18\x04 \x01(\r2\xe2\x01\n\x0ePrefillService\x12>\n\x07Prefill\x12\x18.corun.v1.PrefillRequest\x1a\x19.corun.v1.PrefillResponse\x12J\n\x0bScoreTokens\x12\x1c.corun.v1.ScoreTokensRequest\x1a\x1d.corun.v1.ScoreTokensResponse\x12\x44\n\tReleaseKv\x12\x1a.corun.v1.ReleaseKvRequest\x1a\x1b.corun.v1.ReleaseKvResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x63orun/v1/prefill_service.proto\x12\x08\x63orun.v1\x1a\x14\x63orun/v1/types.proto\"\x17\n\x08\x42lockIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x07KvOwner\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xd6\x02\n\x08KvHandle\x12\'\n\x0cprefill_node\x18\x01 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12%\n\tblock_ids\x18\x04 \x03(\x0b\x32\x12.corun.v1.BlockIds\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0c\n\x04port\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x15\n\rprompt_digest\x18\t \x01(\t\x12!\n\x06reader\x18\n \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x0f\n\x07\x62inding\x18\x0b \x01(\t\x12\r\n\x05\x63laim\x18\x0c \x01(\t\x12!\n\x06owners\x18\r \x03(\x0b\x32\x11.corun.v1.KvOwner\x12\x15\n\rcached_tokens\x18\x0e \x01(\r\"\xd9\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12!\n\x06reader\x18\x04 \x01(\x0b\x32\x11.corun.v1.NodeRef\x12\x13\n\x0bshare_scope\x18\x05 \x01(\t\x12\x13\n\x0bmore_follow\x18\x06 \x01(\x08\x12\x10\n\x08isolated\x18\x07 \x01(\x08\x12&\n\x06sample\x18\x08 \x01(\x0b\x32\x16.corun.v1.PromptSample\"\x96\x01\n\x0cPromptSample\x12\x31\n\x0fsampling_params\x18\x02 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\x04\x12\x11\n\tshare_key\x18\x06 \x01(\tJ\x04\x08\x01\x10\x02R\x08lease_id\"X\n\x0fPrefillResponse\x12\"\n\x06handle\x18\x01 \x01(\x0b\x32\x12.corun.v1.KvHandle\x12\x0f\n\x07started\x18\x02 \x01(\x08\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\":\n\x10ReleaseKvRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\"\x13\n\x11ReleaseKvResponse\"x\n\x12ScoreTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nnum_scored\x18\x04 \x01(\r\x12\x13\n\x0bshare_scope\x18\x05 \x01(\t\"k\n\x13ScoreTokensResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x15\n\rcached_tokens\x18\x04 \x01(\r2\xe2\x01\n\x0ePrefillService\x12>\n\x07Prefill\x12\x18.corun.v1.PrefillRequest\x1a\x19.corun.v1.PrefillResponse\x12J\n\x0bScoreTokens\x12\x1c.corun.v1.ScoreTokensRequest\x1a\x1d.corun.v1.ScoreTokensResponse\x12\x44\n\tReleaseKv\x12\x1a.corun.v1.ReleaseKvRequest\x1a\x1b.corun.v1.ReleaseKvResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,18 +40,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVHANDLE']._serialized_end=485
   _globals['_PREFILLREQUEST']._serialized_start=488
   _globals['_PREFILLREQUEST']._serialized_end=705
-  _globals['_PROMPTSAMPLE']._serialized_start=707
-  _globals['_PROMPTSAMPLE']._serialized_end=804
-  _globals['_PREFILLRESPONSE']._serialized_start=806
-  _globals['_PREFILLRESPONSE']._serialized_end=876
-  _globals['_RELEASEKVREQUEST']._serialized_start=878
-  _globals['_RELEASEKVREQUEST']._serialized_end=936
-  _globals['_RELEASEKVRESPONSE']._serialized_start=938
-  _globals['_RELEASEKVRESPONSE']._serialized_end=957
-  _globals['_SCORETOKENSREQUEST']._serialized_start=959
-  _globals['_SCORETOKENSREQUEST']._serialized_end=1079
-  _globals['_SCORETOKENSRESPONSE']._serialized_start=1081
-  _globals['_SCORETOKENSRESPONSE']._serialized_end=1188
-  _globals['_PREFILLSERVICE']._serialized_start=1191
-  _globals['_PREFILLSERVICE']._serialized_end=1417
+  _globals['_PROMPTSAMPLE']._serialized_start=708
+  _globals['_PROMPTSAMPLE']._serialized_end=858
+  _globals['_PREFILLRESPONSE']._serialized_start=860
+  _globals['_PREFILLRESPONSE']._serialized_end=948
+  _globals['_RELEASEKVREQUEST']._serialized_start=950
+  _globals['_RELEASEKVREQUEST']._serialized_end=1008
+  _globals['_RELEASEKVRESPONSE']._serialized_start=1010
+  _globals['_RELEASEKVRESPONSE']._serialized_end=1029
+  _globals['_SCORETOKENSREQUEST']._serialized_start=1031
+  _globals['_SCORETOKENSREQUEST']._serialized_end=1151
+  _globals['_SCORETOKENSRESPONSE']._serialized_start=1153
+  _globals['_SCORETOKENSRESPONSE']._serialized_end=1260
+  _globals['_PREFILLSERVICE']._serialized_start=1263
+  _globals['_PREFILLSERVICE']._serialized_end=1489
 # @@protoc_insertion_point(module_scope)

@@ -74,22 +74,28 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., share_scope: _Optional[str] = ..., more_follow: bool = ..., isolated: bool = ..., sample: _Optional[_Union[PromptSample, _Mapping]] = ...) -> None: ...
 
 class PromptSample(_message.Message):
-    __slots__ = ("lease_id", "sampling_params", "seed")
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sampling_params", "seed", "router_id", "session", "share_key")
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
-    lease_id: int
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SHARE_KEY_FIELD_NUMBER: _ClassVar[int]
     sampling_params: _types_pb2.SamplingParams
     seed: int
-    def __init__(self, lease_id: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    router_id: str
+    session: int
+    share_key: str
+    def __init__(self, sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., router_id: _Optional[str] = ..., session: _Optional[int] = ..., share_key: _Optional[str] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("handle", "started")
+    __slots__ = ("handle", "started", "lease_id")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     handle: KvHandle
     started: bool
-    def __init__(self, handle: _Optional[_Union[KvHandle, _Mapping]] = ..., started: bool = ...) -> None: ...
+    lease_id: int
+    def __init__(self, handle: _Optional[_Union[KvHandle, _Mapping]] = ..., started: bool = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class ReleaseKvRequest(_message.Message):
     __slots__ = ("request_id", "generation")

@@ -265,7 +265,7 @@ class RemoteLease:
 
     __slots__ = (
         *("_countdown", "_on_zero", "_take_token", "ended", "first_row_at", "granted_at", "has_kv", "heard_at"),
-        *("lease_id", "place", "reserving", "sample"),
+        *("lease_id", "place", "prefill_id", "reserving", "sample"),
     )
 
     def __init__(self, take_token: TakeToken, sample: Any = None, after_rows: AfterRows = _NEVER) -> None:
@@ -273,6 +273,8 @@ class RemoteLease:
         loop = asyncio.get_running_loop()
         self.lease_id: int | None = None
         self.reserving: asyncio.Task[Any] | None = None
+        self.prefill_id = ""
+        """The id of the prefill call that reserves it; empty if a call of its own does."""
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
         self.ended.add_done_callback(_retrieve)
         self.heard_at = 0.0
@@ -291,11 +293,6 @@ class RemoteLease:
         """Where people are shown the sample, if anybody has looked (`router.slots`)."""
         self._take_token = take_token
         self._countdown, self._on_zero = after_rows
-
-    def with_prompt(self, params: SamplingParams, seed: int) -> prefill_pb2.PromptSample:
-        """Return the sample of a granted lease as it goes with its prompt."""
-        given = codec.sampling_params_to_proto(params)
-        return prefill_pb2.PromptSample(lease_id=self.lease_id, sampling_params=given, seed=seed)
 
     def note_read(self, now: float) -> None:
         self.has_kv = True
@@ -357,6 +354,7 @@ class DecodeClient(NodeClient):
         self.session = next(_sessions)
         self._on_lost = on_lost
         self._leases: dict[int, RemoteLease] = {}  # The leases that the node has granted to this client, by lease id.
+        self._with_prompt: dict[str, RemoteLease] = {}  # Those that prefill calls reserve, by the call's request id.
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -367,8 +365,9 @@ class DecodeClient(NodeClient):
     def drop(self, reason: str) -> None:
         super().drop(reason)
         error = self._gone_error()
-        leases, self._leases = self._leases, {}
-        for lease in leases.values():
+        leases = *self._leases.values(), *self._with_prompt.values()
+        self._leases, self._with_prompt = {}, {}
+        for lease in leases:
             lease.fail(error)
         if self._reading is not None:
             self._reading.cancel()
@@ -419,6 +418,30 @@ class DecodeClient(NodeClient):
             raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
 
+    def with_prompt(
+        self, lease: RemoteLease, prefill_id: str, *, params: SamplingParams, seed: int, share_key: str
+    ) -> prefill_pb2.PromptSample:
+        """Return a sample as it goes with its prompt, in the prefill call of this id, which also reserves `lease`."""
+        lease.prefill_id, lease.heard_at = prefill_id, self._clock.time()
+        self._with_prompt[prefill_id] = lease
+        return prefill_pb2.PromptSample(
+            sampling_params=codec.sampling_params_to_proto(params),
+            seed=seed,
+            router_id=self.router_id,
+            session=self.session,
+            share_key=share_key,
+        )
+
+    def note_granted(self, prefill_id: str, lease_id: int) -> None:
+        """Note that a prefill call has reserved a lease, which its answer and the step stream tell. Give the lease back
+        if nobody waits for it any more."""
+        lease = self._with_prompt.pop(prefill_id, None)
+        if lease is not None:
+            lease.lease_id, lease.granted_at = lease_id, loop_time()
+            self._leases[lease_id] = lease
+        elif lease_id not in self._leases and not self.is_gone:
+            self._spawn(self._give_back(lease_id))
+
     async def start(
         self,
         lease: RemoteLease,
@@ -453,6 +476,7 @@ class DecodeClient(NodeClient):
 
     def release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         """End a lease in any state, in the background. Call `freed` once, when its room is free again."""
+        self._with_prompt.pop(lease.prefill_id, None)  # If it is granted all the same, it is given back then.
         undecided = lease.reserving is not None and not lease.reserving.done()
         held = lease.lease_id is not None and self._leases.pop(lease.lease_id, None) is not None
         if undecided or held:
@@ -476,12 +500,16 @@ class DecodeClient(NodeClient):
                 await asyncio.wait((lease.reserving,))  # The call's own timeout bounds this wait.
             if lease.lease_id is not None:
                 self._leases.pop(lease.lease_id, None)
-                request = decode_pb2.ReleaseRequest(lease_id=lease.lease_id, generation=self.ref.generation)
-                await self._call(self._stub.Release, request, CLEANUP_TIMEOUT_S)
-        except CorunError as error:
-            self._give_up(f"a lease could not be released: {error}")
+                await self._give_back(lease.lease_id)
         finally:
             freed()
+
+    async def _give_back(self, lease_id: int) -> None:
+        request = decode_pb2.ReleaseRequest(lease_id=lease_id, generation=self.ref.generation)
+        try:
+            await self._call(self._stub.Release, request, CLEANUP_TIMEOUT_S)
+        except CorunError as error:
+            self._give_up(f"a lease could not be released: {error}")
 
     def _give_up(self, reason: str) -> None:
         """Report the node as lost, unless it was given up before."""
@@ -517,6 +545,8 @@ class DecodeClient(NodeClient):
         leases = self._leases
         if not len(message.lease_ids) == len(message.token_ids) == len(message.logprobs):
             raise DataLossError(f"message {message.step} has columns of different lengths")
+        for grant in message.granted:
+            self.note_granted(grant.request_id, grant.lease_id)
         for lease_id in message.read:
             if (lease := leases.get(lease_id)) is not None:
                 lease.note_read(now)

@@ -251,12 +251,17 @@ async def test_start_hands_over_all_that_the_engine_needs_once(node: Node) -> No
 CONTEXT: Any = SimpleNamespace(invocation_metadata=tuple)
 
 
+def prompt_request(prompt: Sequence[int] = PROMPT, **fields: Any) -> PrefillRequest:
+    """Return the request of a prompt that its sample comes with."""
+    params = codec.sampling_params_to_proto(fields.pop("params", SamplingParams(max_tokens=8)))
+    reader = codec.node_ref_to_proto(fields.pop("reader", REF))
+    sample = PromptSample(**{"sampling_params": params, "seed": 42, "router_id": "r1", "session": 1} | fields)
+    return PrefillRequest(request_id="prefill-1", prompt_token_ids=prompt, reader=reader, sample=sample)
+
+
 def with_prompt(node: Node, lease_id: int, prompt: Sequence[int] = PROMPT, **fields: Any) -> Any:
-    params = codec.sampling_params_to_proto(fields.get("params", SamplingParams(max_tokens=8)))
-    sample = PromptSample(lease_id=lease_id, sampling_params=params, seed=fields.get("seed", 42))
-    reader = codec.node_ref_to_proto(fields.get("reader", REF))
-    request = PrefillRequest(request_id="prefill-1", prompt_token_ids=prompt, reader=reader, sample=sample)
-    return node.service.start_with_prompt(request, "prefill-0", PREFILL, CONTEXT)
+    request = prompt_request(prompt, **fields)
+    return node.service.start_with_prompt(request, lease_id, "prefill-0", PREFILL, CONTEXT)
 
 
 async def test_a_sample_that_comes_with_its_prompt_runs_in_its_lease(node: Node) -> None:
@@ -286,8 +291,6 @@ async def test_a_lease_waits_for_its_start_if_its_sample_cannot_come_with_the_pr
             await with_prompt(node, lease, **refused)
     with pytest.raises(NotFoundError):
         await with_prompt(node, lease + 1)
-    with pytest.raises(InvalidArgumentError, match="reader"):
-        await with_prompt(node, lease, reader=NodeRef(node_id="d1", generation=REF.generation))
     with pytest.raises(StaleGenerationError):
         await with_prompt(node, lease, reader=NodeRef(node_id=REF.node_id, generation="c" * 16))
     node.engine.start_errors = [error]
@@ -296,6 +299,54 @@ async def test_a_lease_waits_for_its_start_if_its_sample_cannot_come_with_the_pr
     assert node.running == []
     await node.start(lease)
     assert len(node.running) == 1
+
+
+async def test_the_lease_of_a_sample_that_comes_with_its_prompt_is_told_before_its_rows(node: Node) -> None:
+    steps = await node.steps("r1", session=1)
+    request = prompt_request(share_key=f"{prompt_digest(PROMPT)} client")
+    lease = node.service.reserve_with_prompt(request)
+    await node.service.start_with_prompt(request, lease, "prefill-1", PREFILL, CONTEXT)
+    node.service.on_step([StepRow(node.ids()[0], 7, -0.5)])
+    message = await steps.read()
+    assert [(one.request_id, one.lease_id) for one in message.granted] == [("prefill-1", lease)]
+    assert list(message.lease_ids) == [lease]
+    node.service.tell("r1")
+    node.service.tell("a router without a stream")
+    assert await steps.nothing_follows()
+    await node.release(lease)
+    await node.until_free()
+
+
+async def test_a_lease_is_told_also_if_its_sample_never_starts(node: Node) -> None:
+    steps = await node.steps("r1", session=1)
+    lease = node.service.reserve_with_prompt(prompt_request())
+    node.service.tell("r1")
+    assert [one.lease_id for one in (await steps.read()).granted] == [lease]
+    await node.release(lease)
+    await node.until_free()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"reader": NodeRef(node_id="d1", generation=REF.generation)}, InvalidArgumentError),
+        ({"reader": NodeRef(node_id=REF.node_id, generation="c" * 16)}, StaleGenerationError),
+        ({"router_id": ""}, InvalidArgumentError),
+        ({"share_key": "k" * 513}, InvalidArgumentError),
+        ({"session": 0}, UnavailableError),
+        ({"params": SamplingParams(max_tokens=999_999)}, OverloadedError),
+    ],
+)
+async def test_a_prompt_without_room_for_its_sample_gets_no_lease(
+    node: Node, fields: dict[str, Any], error: type[CorunError]
+) -> None:
+    await node.steps("r1", session=1)
+    with pytest.raises(error):
+        node.service.reserve_with_prompt(prompt_request(**fields))
+    node.service.draining = True
+    with pytest.raises(UnavailableError, match="draining"):
+        node.service.reserve_with_prompt(prompt_request())
+    await node.until_free()
 
 
 async def test_a_sample_of_another_prompt_than_its_lease_shares_is_refused(node: Node) -> None:

@@ -12,6 +12,7 @@ from corun.errors import (
     DeadlineError,
     InternalError,
     InvalidArgumentError,
+    OverloadedError,
     StaleGenerationError,
     UnavailableError,
 )
@@ -114,26 +115,36 @@ class Samples:
 
     def __init__(self, engine: FakePrefillEngine) -> None:
         self.error: Exception | None = None
+        self.refusal: Exception | None = None
+        self.told: list[str] = []
         self.started: list[tuple[Any, ...]] = []
         self._engine = engine
 
+    def reserve_with_prompt(self, request: pb.PrefillRequest) -> int:
+        if self.refusal:
+            raise self.refusal
+        return int(request.sample.seed)
+
     async def start_with_prompt(
-        self, request: pb.PrefillRequest, prefill_id: str, prefill_node: NodeRef, context: Any
+        self, request: pb.PrefillRequest, lease_id: int, prefill_id: str, prefill_node: NodeRef, context: Any
     ) -> None:
         if self.error:
             raise self.error
         prompt, reader = tuple(request.prompt_token_ids), codec.node_ref_from_proto(request.reader)
         assert prompt not in self._engine.prefilled, "the sample must be there before its prompt"
-        self.started.append((request.sample.lease_id, prompt, reader, prefill_id, prefill_node))
+        self.started.append((lease_id, prompt, reader, prefill_id, prefill_node))
+
+    def tell(self, router_id: str) -> None:
+        self.told.append(router_id)
 
 
 @pytest.mark.parametrize("fields", [{}, {"share_scope": "client"}, {"isolated": True}])
 async def test_a_sample_starts_with_its_prompt(node: Node, fields: dict[str, Any]) -> None:
-    sample = pb.PromptSample(lease_id=5)
-    assert not (await node.prefill("alone", sample=sample, **fields)).started, "no other side is here"
+    sample = pb.PromptSample(seed=5, router_id="r1")
+    await refusal(node.prefill("alone", sample=sample, **fields), InvalidArgumentError)  # No other side is here.
     node.service._samples = samples = Samples(node.engine)
     answer = await node.prefill("r", (7, 8, 9), sample=sample, **fields)
-    assert answer.started
+    assert (answer.started, answer.lease_id, samples.told) == (True, 5, ["r1"])
     assert samples.started == [(5, (7, 8, 9), READER, "r", REF)]
     assert codec.kv_handle_from_proto(answer.handle).request_id == "r"
     await until(lambda: node.engine.released == ["r"])
@@ -146,7 +157,7 @@ async def test_samples_that_join_a_prompt_start_with_it_and_one_that_cannot_wait
     node.engine.hanging = True
     calls = []
     for number, name in enumerate("abcd"):
-        sample = pb.PromptSample(lease_id=number) if name != "d" else None
+        sample = pb.PromptSample(seed=number) if name != "d" else None
         samples.error = InvalidArgumentError("sampling_params.top_k", 1, "no") if name == "c" else None
         calls.append(asyncio.ensure_future(node.prefill(name, share_scope="client", sample=sample)))
         await until(lambda: node.service.queued_prompts == len(calls) and len(samples.started) == min(len(calls), 2))
@@ -158,6 +169,23 @@ async def test_samples_that_join_a_prompt_start_with_it_and_one_that_cannot_wait
     assert node.engine.kv.readers == {(node.engine.engine_id, "a"): {*"cd"}}, "who reads by a handle"
     samples.error = InvalidArgumentError("sampling_params.top_k", 1, "no")
     assert not (await node.prefill("e", (9, 9), sample=pb.PromptSample())).started
+
+
+async def test_no_prompt_is_computed_before_there_is_room_for_its_sample(node: Node) -> None:
+    node.service._samples = samples = Samples(node.engine)
+    samples.refusal = OverloadedError("all slots are held", 0.1)
+    await refusal(node.prefill("r", (7, 8, 9), sample=pb.PromptSample(router_id="r1")), OverloadedError)
+    assert (node.engine.prefilled, samples.started, samples.told) == ([], [], [])
+
+
+async def test_who_gives_the_call_up_is_told_of_the_lease(node: Node) -> None:
+    node.service._samples = samples = Samples(node.engine)
+    node.engine.hanging = True
+    call = asyncio.ensure_future(node.prefill("r", (7, 8, 9), sample=pb.PromptSample(seed=5, router_id="r1")))
+    await until(lambda: len(samples.started) == 1)
+    assert samples.told == []
+    call.cancel()
+    await until(lambda: samples.told == ["r1"])
 
 
 async def test_an_isolated_prompt_shares_no_kv_whatever_its_scope(node: Node) -> None:

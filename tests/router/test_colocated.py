@@ -12,7 +12,8 @@ from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import FakeDecodeEngine, expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
-from decode_node.service import DecodeRequest, OwnPrompt
+from corun.v1.prefill_service_pb2 import PrefillRequest
+from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepStream
 from router.nodes.registry import Registry
 from tests.answers import until
 from tests.clusters import FakeCluster, cluster, generate
@@ -25,9 +26,8 @@ SIDES = "c0-prefill", "c0-decode"
 
 
 async def add_colocated(fake: FakeCluster, node_id: str = "c0") -> None:
-    """Start the two sides of a colocated node, and wait until they are READY."""
-    await fake.add_prefill(f"{node_id}-prefill", engine_id=f"engine of {node_id}")
-    await fake.add_decode(f"{node_id}-decode", engine_id=f"engine of {node_id}")
+    """Start a colocated node, and wait until both sides are READY."""
+    await fake.add_colocated(node_id)
     await fake.ready(f"{node_id}-prefill", f"{node_id}-decode")
 
 
@@ -195,7 +195,56 @@ async def test_what_came_with_a_prompt_ends_with_it(model: str, started: list[st
                 await fake.kill(busy.ref.node_id)
         (output,) = await call
         assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), 9)[0]
-        assert started == ["prompt"] * 2
+        assert len(started) == 2
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_a_lease_that_nobody_waits_for_any_more_is_given_back(
+    model: str, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """The client leaves when the node has granted the lease and the router does not know of it yet. The control: if the
+    node did not tell, the lease would stay."""
+    granted: list[int] = []
+    reserve = DecodeService.reserve_with_prompt
+
+    def noted(service: DecodeService, request: PrefillRequest) -> int:
+        granted.append(reserve(service, request))
+        return granted[-1]
+
+    monkeypatch.setattr(DecodeService, "reserve_with_prompt", noted)
+    if not tells:
+        monkeypatch.setattr(StepStream, "add_granted", lambda *_: None)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        node = await fake.add_colocated("c1")
+        await fake.ready("c1-prefill", "c1-decode")
+        async with node.sides[NodeRole.PREFILL].engine.turn:
+            call = asyncio.ensure_future(generate(fake, PROMPT, seed=9))
+            await until(lambda: len(granted) == 1)
+            assert [*fake.router.registry._decodes["c1-decode"].client.leases] == []
+            call.cancel()
+            await asyncio.wait((call,))
+            await until(lambda: not node.sides[NodeRole.PREFILL].service.queued_prompts)
+        if tells:
+            await until(lambda: node.leases == 0)
+        else:
+            assert node.leases == 1
+            node.sides[NodeRole.DECODE].service.give_up("the test is over")
+
+
+async def test_a_sample_without_room_for_itself_has_no_prompt_computed_and_waits(model: str) -> None:
+    """Another router holds the room that this one believes in."""
+    async with cluster(model, prefills=0, decodes=0, slots=1) as fake:
+        node = await fake.add_colocated("c1")
+        await fake.ready("c1-prefill", "c1-decode")
+        table = node.sides[NodeRole.DECODE].service._table
+        leases = [table.reserve("another router", 1, 1) for _ in range(table.places)]
+        call = asyncio.ensure_future(generate(fake, PROMPT, seed=9))
+        await until(lambda: fake.router.queue.waiting == 1 and bool(table._waiting))
+        assert node.sides[NodeRole.PREFILL].engine.prefilled == []
+        for lease in leases:
+            table.release(lease.lease_id)
+        (output,) = await call
+        assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), 9)[0]
 
 
 @pytest.mark.parametrize("lent", ["prefill", "decode"])
