@@ -24,9 +24,9 @@ from vllm.v1.request import Request, RequestStatus
 from colocated_node.shares import SLOTS, prompt_blocks
 from corun.node.kv import handle
 from corun.node.vllm.start import step_tokens
-from corun.room import shared_blocks
+from corun.room import blocks_needed, shared_blocks
 from corun.types import Freedom, NodeRef
-from decode_node.scheduler import FixedSlotScheduler
+from decode_node.scheduler import ADMITTED_BLOCKS, FixedSlotScheduler
 from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
 
 DRAWS_AT_ONCE = frozenset({Freedom.MIXED, Freedom.CHUNKS, Freedom.SCORES})
@@ -137,17 +137,19 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def beside(self, request: Request, left: int) -> int:
         """Let samples that came with a prompt begin in the prompt's last step, if all allow it, as many as slots and
-        tokens are left for. Return their tokens.
+        tokens are left for, and no more than one step admits. Return their tokens.
 
         All KV that they read is there when attention runs: each layer writes the KV of all tokens of a step first.
         """
         if not (DRAWS_AT_ONCE.issubset(freedoms(request)) and self.kv_cache_manager.enable_caching):
             return 0
-        taken = 0
+        taken, blocks = 0, sum(blocks_needed(sample.num_prompt_tokens, self.block_size) for sample in self._beside)
         for sample in self._with_prompt.get(request.request_id, ()):
             tail = self._tail(sample)
-            is_like = sample.prompt_token_ids == request.prompt_token_ids and not sample.use_structured_output
-            if is_like and self._slots_left > 0 and taken + tail <= left:
+            blocks += blocks_needed(sample.num_prompt_tokens, self.block_size)
+            if self._slots_left <= 0 or taken + tail > left or (self._beside and blocks > ADMITTED_BLOCKS):
+                break
+            if sample.prompt_token_ids == request.prompt_token_ids and not sample.use_structured_output:
                 self._slots_left -= 1
                 self._beside.append(sample)
                 taken += tail

@@ -161,7 +161,7 @@ class _Computation:
         """Start a request's sample, so that the engine has it before it hears that the KV may go; later, do nothing."""
         if start_sample is not None:
             async with self._starting:
-                if not self._is_counted and await start_sample(self.name):
+                if not (self._is_counted or self.is_gone) and await start_sample(self.name):
                     self.started.add(request_id)
 
     async def _compute(self, prompt: PromptRequest, start_sample: StartSample | None) -> KvHandle:

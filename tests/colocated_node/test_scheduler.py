@@ -349,6 +349,19 @@ def test_as_many_samples_begin_beside_their_prompt_as_slots_and_tokens_allow(
 
 
 @PLATFORMS
+def test_samples_that_begin_beside_their_prompts_are_no_more_blocks_than_a_step_admits(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows wait while a step admits samples. The first is admitted whatever its length."""
+    for name in ("decode_node.scheduler", "colocated_node.scheduler"):
+        monkeypatch.setattr(load(name), "ADMITTED_BLOCKS", 4, raising=False)
+    one = sample(30, 9, own=True, with_prompt=5, group=1, freedoms=AT_ONCE)
+    record = checked(stepping, Trace(slots=8, chunk=32, blocks=120, ops=(one,), budget=120), platform)
+    began = [next(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(5)]
+    assert max(began.count(place) for place in began) == 2
+
+
+@PLATFORMS
 @pytest.mark.parametrize(("prompt", "copied"), [(16, 1), (33, 0), (40, 1), (48, 1), (100, 1)])
 def test_a_sample_copies_only_the_last_block_of_its_own_prompt(
     stepping: ModuleType, platform: Platform, prompt: int, copied: int

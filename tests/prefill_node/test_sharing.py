@@ -393,6 +393,22 @@ async def test_kv_stays_until_the_engine_has_each_sample_that_is_started(
     assert engine.readers == {"r": {*"rts"} if is_late else {*"rt"}}
 
 
+async def test_no_sample_starts_with_a_prompt_that_has_failed(engine: Engine, sharing: Sharing, starts: Starts) -> None:
+    """It would wait in the engine for a prompt that never comes."""
+    await engine.turn.acquire()
+    asked = [ask(sharing, "r", starts.of("r"))]
+    await settle()
+    await starts.turn.acquire()
+    asked += [ask(sharing, name, starts.of(name)) for name in "st"]
+    await settle()
+    engine.errors.append(UnavailableError("the prompt is refused"))
+    engine.turn.release()
+    await settle()
+    starts.turn.release()
+    assert all(isinstance(one, UnavailableError) for one in await asyncio.gather(*asked, return_exceptions=True))
+    assert [name for name, *_ in starts.started] == ["r", "s"], "s had begun to start before"
+
+
 @pytest.mark.parametrize("gone", ["r", "s"])
 async def test_a_started_sample_whose_caller_gives_up_takes_nothing_from_the_others(
     engine: Engine, sharing: Sharing, starts: Starts, gone: str
