@@ -191,19 +191,24 @@ class Attempt:
             given: dict[str, Any] = {"params": self.task.params, "seed": self.task.seed, "share_key": share_key}
             sample = decode.with_prompt(self._lease, self._prefill_id, **given)
         refused: type[CorunError] | tuple[()] = () if sample is None else OverloadedError
-        with faults_of(self.placement.prefill, passing=refused), self.span.child("prefill") as span:
-            computed = await self.placement.prefill.client.prefill(
-                self._prefill_id,
-                self.task.prompt_token_ids,
-                self.placement.decode.info.ref,
-                self._time(),
-                span.metadata,
-                idle_s=self._config.prefill_timeout_s,
-                share_scope=self.task.share_scope if share_key else "",
-                more_follow=self._more_follow,
-                isolated=self.task.isolated,
-                sample=sample,
-            )
+        try:
+            with faults_of(self.placement.prefill, passing=refused), self.span.child("prefill") as span:
+                computed = await self.placement.prefill.client.prefill(
+                    self._prefill_id,
+                    self.task.prompt_token_ids,
+                    self.placement.decode.info.ref,
+                    self._time(),
+                    span.metadata,
+                    idle_s=self._config.prefill_timeout_s,
+                    share_scope=self.task.share_scope if share_key else "",
+                    more_follow=self._more_follow,
+                    isolated=self.task.isolated,
+                    sample=sample,
+                )
+        except OverloadedError:
+            decode.note_refused(self._prefill_id)
+            self._prefill_id = ""  # It has no KV.
+            raise
         if sample is not None and self._lease.lease_id is None:
             decode.note_granted(self._prefill_id, computed.lease_id)
         self._is_started = computed.started

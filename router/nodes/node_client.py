@@ -48,6 +48,10 @@ from router.clock import AwakeClock, loop_time
 CLEANUP_TIMEOUT_S = 5.0
 """The longest time of a call that only gives something back. If the call fails, the node frees it later by itself."""
 
+GRANT_TIMEOUT_S = 1.0
+"""How long room counts as held after a prefill call was given up, if the node tells of no lease for it. Nobody knows
+whether such a call has reached the node."""
+
 TakeToken = Callable[[int, float, Alternatives], bool]
 """A function that takes a token id, its log probability and its alternatives. It returns True if the sample ends with
 this token."""
@@ -272,7 +276,8 @@ class RemoteLease:
         """Create a lease that is not reserved yet."""
         loop = asyncio.get_running_loop()
         self.lease_id: int | None = None
-        self.reserving: asyncio.Task[Any] | None = None
+        self.reserving: asyncio.Future[Any] | None = None
+        """It is done when it is known whether the node has granted the lease."""
         self.prefill_id = ""
         """The id of the prefill call that reserves it; empty if a call of its own does."""
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
@@ -366,7 +371,9 @@ class DecodeClient(NodeClient):
         super().drop(reason)
         error = self._gone_error()
         leases = *self._leases.values(), *self._with_prompt.values()
-        self._leases, self._with_prompt = {}, {}
+        self._leases = {}
+        for prefill_id in tuple(self._with_prompt):
+            self.note_refused(prefill_id)
         for lease in leases:
             lease.fail(error)
         if self._reading is not None:
@@ -423,6 +430,7 @@ class DecodeClient(NodeClient):
     ) -> prefill_pb2.PromptSample:
         """Return a sample as it goes with its prompt, in the prefill call of this id, which also reserves `lease`."""
         lease.prefill_id, lease.heard_at = prefill_id, self._clock.time()
+        lease.reserving = asyncio.get_running_loop().create_future()
         self._with_prompt[prefill_id] = lease
         return prefill_pb2.PromptSample(
             sampling_params=codec.sampling_params_to_proto(params),
@@ -436,11 +444,18 @@ class DecodeClient(NodeClient):
         """Note that a prefill call has reserved a lease, which its answer and the step stream tell. Give the lease back
         if nobody waits for it any more."""
         lease = self._with_prompt.pop(prefill_id, None)
-        if lease is not None:
+        if lease is not None and lease.reserving is not None:
             lease.lease_id, lease.granted_at = lease_id, loop_time()
             self._leases[lease_id] = lease
+            lease.reserving.set_result(None)
         elif lease_id not in self._leases and not self.is_gone:
             self._spawn(self._give_back(lease_id))
+
+    def note_refused(self, prefill_id: str) -> None:
+        """Note that a prefill call does not reserve the lease that came with it."""
+        lease = self._with_prompt.pop(prefill_id, None)
+        if lease is not None and lease.reserving is not None:
+            lease.reserving.set_result(None)
 
     async def start(
         self,
@@ -476,8 +491,9 @@ class DecodeClient(NodeClient):
 
     def release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         """End a lease in any state, in the background. Call `freed` once, when its room is free again."""
-        self._with_prompt.pop(lease.prefill_id, None)  # If it is granted all the same, it is given back then.
         undecided = lease.reserving is not None and not lease.reserving.done()
+        if undecided:  # Rows that come with its grant are nobody's.
+            lease.fail(InternalError("the lease was given up"))
         held = lease.lease_id is not None and self._leases.pop(lease.lease_id, None) is not None
         if undecided or held:
             self._spawn(self._release(lease, freed))
@@ -496,7 +512,10 @@ class DecodeClient(NodeClient):
 
     async def _release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         try:
-            if lease.reserving is not None:
+            if lease.prefill_id and lease.reserving is not None:
+                await asyncio.wait((lease.reserving,), timeout=GRANT_TIMEOUT_S)
+                self.note_refused(lease.prefill_id)  # If it is granted all the same, it is given back then.
+            elif lease.reserving is not None:
                 await asyncio.wait((lease.reserving,))  # The call's own timeout bounds this wait.
             if lease.lease_id is not None:
                 self._leases.pop(lease.lease_id, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,12 @@ from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import FakeDecodeEngine, expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
+from corun.v1.decode_service_pb2 import StreamStepsResponse
 from corun.v1.prefill_service_pb2 import PrefillRequest
 from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepStream
+from router.clock import AwakeClock
+from router.nodes.node import Placement
+from router.nodes.node_client import DecodeClient, RemoteLease
 from router.nodes.registry import Registry
 from tests.answers import until
 from tests.clusters import FakeCluster, cluster, generate
@@ -233,8 +238,8 @@ async def test_a_lease_that_nobody_waits_for_any_more_is_given_back(
 
 async def test_a_sample_without_room_for_itself_has_no_prompt_computed_and_waits(model: str) -> None:
     """Another router holds the room that this one believes in."""
-    async with cluster(model, prefills=0, decodes=0, slots=1) as fake:
-        node = await fake.add_colocated("c1")
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        node = await fake.add_colocated("c1", slots=1)
         await fake.ready("c1-prefill", "c1-decode")
         table = node.sides[NodeRole.DECODE].service._table
         leases = [table.reserve("another router", 1, 1) for _ in range(table.places)]
@@ -245,6 +250,8 @@ async def test_a_sample_without_room_for_itself_has_no_prompt_computed_and_waits
             table.release(lease.lease_id)
         (output,) = await call
         assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), 9)[0]
+        engine = node.sides[NodeRole.PREFILL].engine
+        assert len(engine.released) <= len(engine.prefilled), "what was refused has no KV to release"
 
 
 @pytest.mark.parametrize("lent", ["prefill", "decode"])
@@ -272,3 +279,73 @@ async def test_a_colocated_node_lends_one_side(model: str, lent: str) -> None:
         else:
             for _ in range(4):
                 room.give(1000)
+
+
+@pytest.mark.parametrize("is_colocated", [True, False])
+async def test_room_of_a_prompt_that_is_given_up_is_not_promised_before_the_node_has_freed_it(
+    model: str, monkeypatch: pytest.MonkeyPatch, is_colocated: bool
+) -> None:
+    """The next sample would be refused, and wait for a heartbeat."""
+    refused, refuse = list[Placement](), Placement.refuse
+
+    def noted(placement: Placement) -> None:
+        refused.append(placement)
+        refuse(placement)
+
+    monkeypatch.setattr(Placement, "refuse", noted)
+    late = {"heartbeat_interval_ms": 2000, "heartbeat_timeout_ms": 20_000}
+    async with cluster(model, prefills=0, decodes=0, **late) as fake:
+        prefill, table = await _one(fake, is_colocated)
+        async with prefill.engine.turn:
+            first = asyncio.ensure_future(generate(fake, PROMPT, seed=1))
+            await until(lambda: table.leases == 1 and prefill.service.queued_prompts == 1)
+            second = asyncio.ensure_future(generate(fake, (7, 8), seed=2))
+            await until(lambda: fake.router.queue.waiting == 1)
+            first.cancel()
+            await asyncio.wait((first,))
+        await second
+    assert not refused
+
+
+@pytest.mark.parametrize("is_colocated", [True, False])
+async def test_a_router_that_stops_gives_back_what_its_prompts_hold(model: str, is_colocated: bool) -> None:
+    async with cluster(model, prefills=0, decodes=0, drain_grace_s=0.1) as fake:
+        prefill, table = await _one(fake, is_colocated)
+        async with prefill.engine.turn:
+            call = asyncio.ensure_future(generate(fake, PROMPT, seed=1))
+            await until(lambda: table.leases == 1 and prefill.service.queued_prompts == 1)
+            await fake.router.drain()
+            await fake.router.stop()
+            assert isinstance(*await asyncio.gather(call, return_exceptions=True), UnavailableError)
+            await until(lambda: table.leases == 0)
+
+
+async def _one(fake: FakeCluster, is_colocated: bool) -> tuple[Any, Any]:
+    """Start a colocated node or a pair, with one slot. Return what computes prompts and what has leases."""
+    if not is_colocated:
+        prefill, decode = await fake.add_prefill("p0"), await fake.add_decode("d0", slots=1)
+        await fake.ready("p0", "d0")
+        return prefill, decode
+    node = await fake.add_colocated("c0", slots=1)
+    await fake.ready(*SIDES)
+    return node.sides[P], node
+
+
+async def test_rows_that_come_with_the_grant_of_a_lease_that_was_given_up_are_nobodys(model: str) -> None:
+    taken, given_back, freed = list[int](), list[int](), list[bool]()
+    client = DecodeClient(info(model, "d1"), "r1", lambda _: None, AwakeClock())
+
+    async def give_back(lease_id: int) -> None:
+        given_back.append(lease_id)
+
+    client._give_back = give_back  # type: ignore[method-assign]
+    lease = RemoteLease(lambda token_id, *_: bool(taken.append(token_id)))
+    client.with_prompt(lease, "p", params=SamplingParams(), seed=1, share_key="")
+    client.release(lease, lambda: freed.append(True))
+    message = StreamStepsResponse(lease_ids=[5], token_ids=[7], logprobs=[-1.0])
+    for name, lease_id in (("p", 5), ("p", 5), ("q", 6), ("", 7)):
+        message.granted.add(request_id=name, lease_id=lease_id)
+    client._on_step(message)
+    await until(lambda: bool(freed))
+    assert (taken, sorted(given_back), freed, client._with_prompt) == ([], [5, 6, 7], [True], {})
+    await client.close()
