@@ -113,10 +113,11 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         if not reader.node_id or not reader.generation:
             raise InvalidArgumentError("reader", str(reader), "must be a decode node")
         name = request.request_id
-        started, samples = False, self._samples if request.HasField("sample") else None
-        if request.HasField("sample") and samples is None:
-            raise InvalidArgumentError("sample", Shown("a sample"), "must be absent: this node does not decode")
-        lease_id = samples.reserve_with_prompt(request) if samples else 0
+        started, lease_id, samples = False, 0, None
+        if request.HasField("sample"):
+            if (samples := self._samples) is None:
+                raise InvalidArgumentError("sample", Shown("a sample"), "must be absent: this node does not decode")
+            lease_id = samples.reserve_with_prompt(request)
 
         async def start_sample(prefill_id: str) -> bool:
             nonlocal started

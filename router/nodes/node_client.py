@@ -445,8 +445,7 @@ class DecodeClient(NodeClient):
         if nobody waits for it any more."""
         lease = self._with_prompt.pop(prefill_id, None)
         if lease is not None and lease.reserving is not None:
-            lease.lease_id, lease.granted_at = lease_id, loop_time()
-            self._leases[lease_id] = lease
+            self._hold(lease, lease_id)
             lease.reserving.set_result(None)
         elif lease_id not in self._leases and not self.is_gone:
             self._spawn(self._give_back(lease_id))
@@ -506,9 +505,11 @@ class DecodeClient(NodeClient):
         except DeadlineError:
             self._give_up(f"it has not answered a reservation for {timeout_s:g} s")
             raise
-        lease.lease_id = response.lease_id
-        lease.granted_at = loop_time()
-        self._leases[response.lease_id] = lease
+        self._hold(lease, response.lease_id)
+
+    def _hold(self, lease: RemoteLease, lease_id: int) -> None:
+        lease.lease_id, lease.granted_at = lease_id, loop_time()
+        self._leases[lease_id] = lease
 
     async def _release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         try:
