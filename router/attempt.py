@@ -20,6 +20,7 @@ from corun.errors import (
     CancelledByPeerError,
     CorunError,
     DeadlineError,
+    InternalError,
     InvalidArgumentError,
     OverloadedError,
     StaleGenerationError,
@@ -205,7 +206,10 @@ class Attempt:
                     isolated=self.task.isolated,
                     sample=sample,
                 )
-        except OverloadedError:
+        except OverloadedError as error:
+            if self._lease.lease_id is not None:  # The sample may have begun, so this attempt counts.
+                broken = InternalError(f"it refused a sample whose room it had leased: {error}")
+                raise NodeFaultError(self.placement.prefill, broken) from error
             decode.note_refused(self._prefill_id)
             self._prefill_id = ""  # It has no KV.
             raise

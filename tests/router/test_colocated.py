@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from corun.errors import DataLossError, UnavailableError
+from corun.errors import DataLossError, OverloadedError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import FakeDecodeEngine, expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
 from corun.v1.decode_service_pb2 import StreamStepsResponse
-from corun.v1.prefill_service_pb2 import PrefillRequest
+from corun.v1.prefill_service_pb2 import PrefillRequest, PrefillResponse
 from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepStream
+from prefill_node.service import PrefillService
 from router.clock import AwakeClock
 from router.nodes.node import Placement
 from router.nodes.node_client import DecodeClient, RemoteLease
 from router.nodes.registry import Registry
 from tests.answers import until
-from tests.clusters import FakeCluster, cluster, generate
-from tests.router.asking import PROMPT
+from tests.clusters import FakeCluster, cluster, generate, retries
+from tests.router.asking import PARAMS, PROMPT, right
 from tests.router.test_placement import NEED
 from tests.router.test_registry import info
 
@@ -252,6 +253,43 @@ async def test_a_sample_without_room_for_itself_has_no_prompt_computed_and_waits
         assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), 9)[0]
         engine = node.sides[NodeRole.PREFILL].engine
         assert len(engine.released) <= len(engine.prefilled), "what was refused has no KV to release"
+
+
+def refuse_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> list[OverloadedError]:
+    """Break the nodes: they refuse the next sample for lack of room when the router has a token of it. Return the
+    refusals that are still to come."""
+    refusals, begun = [OverloadedError("no room", 0.0)], asyncio.Event()
+    real_prefill, real_row = PrefillService.Prefill, RemoteLease.row
+
+    async def prefill(service: PrefillService, request: PrefillRequest, context: Any) -> PrefillResponse:
+        answer = await real_prefill(service, request, context)
+        if refusals:
+            await begun.wait()
+            raise refusals.pop()
+        return answer
+
+    def row(lease: RemoteLease, *values: Any) -> None:
+        real_row(lease, *values)
+        begun.set()
+
+    monkeypatch.setattr(PrefillService, "Prefill", prefill)
+    monkeypatch.setattr(RemoteLease, "row", row)
+    return refusals
+
+
+async def test_a_refusal_of_a_sample_that_has_begun_moves_no_estimate(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the fault of the node, which has granted the room."""
+    refuse_what_has_begun(monkeypatch)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        await add_colocated(fake)
+        (output,) = await generate(fake, PROMPT, PARAMS, seed=9)
+        assert right(output, PROMPT, PARAMS, 9)
+        room = fake.router.registry._decodes["c0-decode"].room
+        await until(lambda: room.free_slots == 8)
+        assert room.soon_free == 8
+        assert retries(fake) == {"fault": 1}
 
 
 @pytest.mark.parametrize("lent", ["prefill", "decode"])
