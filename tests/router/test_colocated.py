@@ -292,6 +292,19 @@ async def test_a_refusal_of_a_sample_that_has_begun_moves_no_estimate(
         assert retries(fake) == {"fault": 1}
 
 
+async def test_what_was_drawn_before_a_refusal_is_evidence_if_the_next_run_differs(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_what_has_begun(monkeypatch)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        for name in ("c0", "c1"):
+            await add_colocated(fake, name)
+        fake.node("c1").engine.corrupt = True
+        with pytest.raises(DataLossError, match="differs at token 0"):
+            await generate(fake, PROMPT, PARAMS, seed=9)
+        assert {state for state, _ in states(fake.router.registry).values()} == {NodeState.REFUSED}
+
+
 @pytest.mark.parametrize("lent", ["prefill", "decode"])
 async def test_a_colocated_node_lends_one_side(model: str, lent: str) -> None:
     """The other side of the pair is a plain node, because the colocated node's own one has no room."""
