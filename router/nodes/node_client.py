@@ -185,7 +185,9 @@ class PrefillClient(NodeClient):
         the same bits. sample: one that the reader, which has the same engine, may start.
 
         Returns:
-            the handle, as the decode node is going to get it, and whether the sample was started.
+            the handle, as the decode node is going to get it, the sample's lease, and whether the sample was started.
+
+        Raises InternalError if the node leased no room for the sample.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
@@ -199,6 +201,9 @@ class PrefillClient(NodeClient):
         )
         response: prefill_pb2.PrefillResponse
         response = await self._computed(self._stub.Prefill, request, timeout_s, metadata, idle_s)
+        if sample is not None and not response.lease_id:
+            text = "leased no room with a prompt: upgrade it together with the routers"
+            raise InternalError(f"{self.ref.node_id} {text}")
         return response
 
     async def score(

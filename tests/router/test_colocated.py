@@ -305,6 +305,18 @@ async def test_what_was_drawn_before_a_refusal_is_evidence_if_the_next_run_diffe
         assert {state for state, _ in states(fake.router.registry).values()} == {NodeState.REFUSED}
 
 
+async def test_a_colocated_node_older_than_its_router_runs_no_sample_and_the_log_says_why(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reserves no room in a prompt's call, and holds nothing for the sample."""
+    monkeypatch.setattr(DecodeService, "reserve_with_prompt", lambda service, request: 0)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        await add_colocated(fake)
+        with pytest.raises(UnavailableError, match=r"nodes failed 3 runs of sample \d .*c0-prefill"):
+            await generate(fake, PROMPT, SamplingParams(n=3), seed=9)
+        assert "c0-prefill leased no room with a prompt: upgrade it together with the routers" in caplog.text
+
+
 @pytest.mark.parametrize("lent", ["prefill", "decode"])
 async def test_a_colocated_node_lends_one_side(model: str, lent: str) -> None:
     """The other side of the pair is a plain node, because the colocated node's own one has no room."""
