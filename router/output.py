@@ -207,7 +207,8 @@ class SampleOutput(Output):
         at = self.position * _RECORD_SIZE
         self.position += 1
         if at < len(records):
-            return self._is_different(at, record)
+            # The run before may have ended with a stop string, and its attempt with a fault all the same.
+            return self._is_different(at, record) or (self._stops.matched and self.position == self.num_tokens)
         records += record
         # As in vLLM, a stop token is part of the ids but not of the text, and a stop string counts only if it ends
         # after min_tokens tokens.

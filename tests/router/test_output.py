@@ -64,6 +64,18 @@ def test_a_repeated_run_delivers_only_what_is_new() -> None:
     assert output.hexdigest() == output_digest([3, 4, 5], [fp32(-0.1 * t) for t in (3, 4, 5)])
 
 
+@pytest.mark.parametrize("texts", [True, False])
+def test_a_repeated_run_ends_at_the_stop_string_of_the_one_before(texts: bool) -> None:
+    """As when the call that started the first run failed after the last row of it had come."""
+    output, outbox = make(stop=("c",), texts=texts)
+    assert [output.take(token, -1.0) for token in (1, 2, 3)] == [False, False, True]
+    output.restart()
+    assert [output.take(token, -1.0) for token in (1, 2, 3)] == [False, False, True]
+    assert output.end(FinishReason.LENGTH) is FinishReason.STOP
+    piece = drain(outbox)
+    assert (piece.token_ids, piece.text, output.node_reason) == ([1, 2, 3], "b", None)
+
+
 @pytest.mark.parametrize(
     ("first", "again", "says"),
     [
