@@ -133,6 +133,9 @@ class SampleRun:
             self._note_mismatch(error, attempt)
             raise
         except NodeFaultError as fault:
+            if (mismatch := self._output.mismatch) is not None:  # The next run would be taken for the one that differs.
+                self._note_mismatch(mismatch, attempt)
+                raise mismatch from fault
             if fault.node is placement.decode and fault.is_loss and self._entry.need.kv_key:
                 attempt.leave_kv(self._kept_kv)
             self._note_fault(fault, attempt, clock.still_s - still_before)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
-from corun.testing.engines import expected
+from corun.testing.engines import FakeDecodeEngine, expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeState
+from decode_node.service import DecodeRequest
 from router import service
+from router.output import SampleOutput
 from tests.clusters import FakeCluster, cluster, generate
 from tests.router.asking import started
 
@@ -52,6 +55,31 @@ async def test_the_nodes_of_both_runs_are_out_until_they_restart(model: str, mon
         await fake.ready(*(str(node.info.ref) for node in news))
         (output,) = await generate(fake, PROMPT, PARAMS, seed=9)
         assert output.token_ids == expected(PROMPT, PARAMS, 9)[0]
+
+
+async def test_a_run_that_differs_and_then_fails_is_the_last_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the nodes of the next run would be out instead of its own."""
+    found, is_different, start = asyncio.Event(), SampleOutput._is_different, FakeDecodeEngine.start
+
+    def noted(output: SampleOutput, *record: Any) -> bool:
+        if differs := is_different(output, *record):
+            found.set()
+        return differs
+
+    async def start_and_fail(engine: FakeDecodeEngine, request: DecodeRequest) -> None:
+        await start(engine, request)
+        if engine.corrupt:
+            await found.wait()
+            raise UnavailableError("the engine is gone")
+
+    monkeypatch.setattr(SampleOutput, "_is_different", noted)
+    monkeypatch.setattr(FakeDecodeEngine, "start", start_and_fail)
+    async with cluster(model, decodes=3, lease_ttl_ms=600) as fake:
+        _, d1, d2, d3 = fake.nodes
+        await mismatch(fake, at=d1, by=d2)
+        names = "p1", "d1", "d2", "d3"
+        assert [name for name in names if fake.state(name) is NodeState.REFUSED] == ["p1", "d1", "d2"]
+        assert d3.drawn_tokens == 0
 
 
 async def test_what_ran_on_a_quarantined_node_runs_again_elsewhere(model: str) -> None:
