@@ -359,10 +359,11 @@ def choose_pair(
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
     The decode node is one with a free slot, if there is any, then the one with the most slots that are free soon, then
-    with the most free KV, with any prefill node that is warm with it. Or it is a colocated node whose own side computes
-    the prompt, so that no KV is read, if it has nearly as many slots free (`OWN_PART`). Of these pairs, the first has
-    steps of prompts that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens
-    until this prompt is where it is decoded (`_delay`).
+    with the most free KV, with any prefill node that is warm with it. If that is a colocated node, it may be another
+    one whose own side computes the prompt, so that no KV is read, if it has nearly as many slots free (`OWN_PART`); a node
+    that only decodes has no steps of prompts for which rows would wait. Of these pairs, the first has steps of prompts
+    that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt
+    is where it is decoded (`_delay`).
     """
     avoid = _avoided(need, decodes, prefills)
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
@@ -376,7 +377,8 @@ def choose_pair(
         return None
     sides = {engine_id: node_id for node_id in free if (engine_id := prefills[node_id].engine_id)}
     pairs, most = [(best, node_id) for node_id in warm], decodes[best].soon_free
-    for decode in fitting:
+    is_colocated = any(is_one_engine(decodes[best], room) for room in prefills.values())
+    for decode in fitting if is_colocated else ():
         room = decodes[decode]
         side = sides.get(room.engine_id)
         if side and decode != best and room.is_nearly_as_free(need, most) and is_warm(decode, side):

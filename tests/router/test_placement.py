@@ -151,6 +151,15 @@ def test_a_colocated_node_with_room_for_the_prompt_decodes_it_too() -> None:
         assert chosen(decodes, prefills) == ("aa" if taken <= 2 else "ba")
 
 
+def test_a_node_that_only_decodes_is_not_left_empty_by_colocated_ones() -> None:
+    """Rows of a colocated node wait for its steps of prompts; those of the other do not."""
+    prefills = [prefill("a", engine="a"), prefill("b", queued=100, engine="b")]
+    for engine, found in (("d", "d"), ("b", "a")):
+        decodes = [decode("a", slots=8, engine="a"), decode("d", slots=8, engine=engine)]
+        decodes[0][1].take(NEED)
+        assert chosen(decodes, prefills)[0] == found
+
+
 def test_a_node_without_room_for_the_sample_is_no_reason_to_leave_the_one_with_the_most() -> None:
     """Others' samples fill its KV, so it would be asked in vain."""
     full = decode("a", slots=8, kv_blocks=2, engine="a")
