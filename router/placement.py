@@ -360,10 +360,10 @@ def choose_pair(
 
     The decode node is one with a free slot, if there is any, then the one with the most slots that are free soon, then
     with the most free KV, with any prefill node that is warm with it. If that is a colocated node, it may be another
-    one whose own side computes the prompt, so that no KV is read, if it has nearly as many slots free (`OWN_PART`); a node
-    that only decodes has no steps of prompts for which rows would wait. Of these pairs, the first has steps of prompts
-    that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt
-    is where it is decoded (`_delay`).
+    one whose own side computes the prompt, so that no KV is read, if it has nearly as many slots free (`OWN_PART`); a
+    node that only decodes has no steps of prompts for which rows would wait. Of these pairs, the first has steps of
+    prompts that are not too slow; then it computes the same KV already; then it has the fewest prompt tokens until this
+    prompt is where it is decoded (`_delay`).
     """
     avoid = _avoided(need, decodes, prefills)
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
