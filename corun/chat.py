@@ -68,6 +68,11 @@ class ChatTemplate:
         self._plain = _Compiled(environment, source.source)
         self._for_tools = _Compiled(environment, source.source_for_tools) if source.source_for_tools else self._plain
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a chat may have tools."""
+        return self._for_tools.takes_tools
+
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate:
         """Read the template in a model's folder. Raises the errors of `read_template` and of the constructor."""
@@ -90,7 +95,7 @@ class ChatTemplate:
         variable or refuses the chat.
         """
         compiled = self._for_tools if tools else self._plain
-        compiled.check_variables(bool(tools), kwargs)
+        compiled.check_variables(tools, kwargs)
         read = _messages(messages, as_parts=compiled.takes_parts)
         self._check_size(read)
         variables = {
@@ -129,10 +134,11 @@ class _Compiled:
         self.takes_parts = _loops_over_content(tree)
         """Whether the template wants the content of messages as lists of parts."""
         self._variables = meta.find_undeclared_variables(tree)
+        self.takes_tools = "tools" in self._variables
 
-    def check_variables(self, has_tools: bool, kwargs: Mapping[str, Any]) -> None:
-        if has_tools and "tools" not in self._variables:
-            raise InvalidArgumentError("tools", Shown("tools"), "must be null: the model's chat template has none")
+    def check_variables(self, tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any]) -> None:
+        if tools and not self.takes_tools:
+            raise InvalidArgumentError("tools", tools, "must be null: the model's chat template has none")
         for name, value in kwargs.items():
             if name not in self._variables:
                 limit = "is not a variable of the model's chat template"

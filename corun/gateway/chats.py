@@ -91,14 +91,16 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
+    may_call: bool
+    """Whether the answer may call tools. If not, a template that takes none is rendered without them."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The values of the template's own variables."""
 
     def render(self, source: TemplateSource, max_bytes: int) -> str:
         """Return the prompt. Raises InvalidArgumentError if it is refused, or has more than `max_bytes` bytes."""
-        prompt = _compiled(source, max_bytes).render(
-            self.messages, self.tools, self.add_generation_prompt, **self.variables
-        )
+        template = _compiled(source, max_bytes)
+        tools = self.tools if self.may_call or template.takes_tools else None
+        prompt = template.render(self.messages, tools, self.add_generation_prompt, **self.variables)
         if (size := len(check_text("messages", prompt).encode())) > max_bytes:
             limit = f"must be at most {max_bytes} bytes when they are rendered"
             raise InvalidArgumentError("messages", Shown(f"{size} bytes"), limit)
@@ -222,6 +224,7 @@ def _chat(fields: Mapping[str, Any]) -> Chat:
     return Chat(
         messages=fields.get("messages", ()),
         tools=fields.get("tools") or None,
+        may_call=fields.get("tool_choice") != "none",
         add_generation_prompt=flag(fields, "add_generation_prompt", default=True),
         variables=variables or {},
     )

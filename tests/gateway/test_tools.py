@@ -200,6 +200,17 @@ def test_a_model_that_writes_no_calls_takes_no_tools(template: str) -> None:
     assert refused.value.field == "tools"
     assert "the model's chat template" in refused.value.limit
     assert asked(template, tools=None).calls is None
+    assert asked(template, tool_choice="none").calls is None
+
+
+def test_a_template_that_takes_no_tools_gets_none_where_none_may_be_called() -> None:
+    def rendered(**fields: Any) -> str:
+        read = read_chat_request(json.dumps({"messages": MESSAGES, **fields}).encode())
+        return read.render(TemplateSource(source="{{ messages }}"), 10**6).text
+
+    assert rendered(tools=TOOLS, tool_choice="none") == rendered()
+    with pytest.raises(InvalidArgumentError, match=r"^tools = \[\{.*: must be null"):
+        rendered(tools=TOOLS)
 
 
 def test_tools_of_a_template_are_what_the_request_says() -> None:
