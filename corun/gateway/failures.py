@@ -13,7 +13,15 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from corun.errors import CorunError, InternalError, OverloadedError, Shown, UnavailableError, shown
+from corun.errors import (
+    CorunError,
+    InternalError,
+    OverloadedError,
+    Shown,
+    UnauthenticatedError,
+    UnavailableError,
+    shown,
+)
 from corun.gateway.errors import STATUSES, body, body_of
 
 CLIENT_IS_GONE = 499
@@ -77,8 +85,17 @@ async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
     except ConnectionError:  # The client's connection: nobody would read an answer.
         return web.Response(status=CLIENT_IS_GONE)
     except Exception as error:
-        return response_of(typed(error))
+        is_refused = isinstance(error, UnauthenticatedError)
+        return response_of(_unauthenticated(request) if is_refused else typed(error))
     return answer
+
+
+def _unauthenticated(request: web.Request) -> UnauthenticatedError:
+    """Return the refusal of a request's token in HTTP's words: a router's names the metadata of its gRPC call."""
+    scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return UnauthenticatedError("the token is not one of this cluster's")
+    return UnauthenticatedError("send a header 'Authorization: Bearer TOKEN'")
 
 
 def _asked(request: web.Request) -> str:
