@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import grpc
 
-from corun.errors import CorunError, InvalidArgumentError, PermissionDeniedError, shown
+from corun.errors import MAX_SHOWN_VALUE, CorunError, InvalidArgumentError, PermissionDeniedError, Shown, shown
 
 STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -37,11 +38,20 @@ SAMPLING = "sampling_params."
 def body_of(error: CorunError) -> dict[str, Any]:
     """Return OpenAI's error object, with field, value and limit if the error is about a field."""
     status, kind = STATUSES[error.code]
-    found = body(status, kind, str(error).replace(SAMPLING, ""))
-    if isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
-        field = error.field.removeprefix(SAMPLING)
-        found["error"] |= {"param": field, "value": shown(error.value), "limit": error.limit}
+    if not isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
+        return body(status, kind, str(error).replace(SAMPLING, ""))
+    field, value = error.field.removeprefix(SAMPLING), _as_json(error.value)
+    found = body(status, kind, f"{field} = {value}: {error.limit}".replace(SAMPLING, ""))
+    found["error"] |= {"param": field, "value": value, "limit": error.limit}
     return found
+
+
+def _as_json(value: object) -> str:
+    """Return a value as `shown` does, but in JSON, as the client wrote it. No more is written than is shown."""
+    if isinstance(value, Shown):
+        return shown(value)
+    pieces = json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value)
+    return shown(Shown("".join(islice(pieces, MAX_SHOWN_VALUE + 1))))
 
 
 def event_of(error: CorunError) -> str:

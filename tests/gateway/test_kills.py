@@ -89,7 +89,7 @@ async def test_a_stream_goes_on_with_the_same_bits(model: str, tmp_path: Path) -
 async def test_nobody_can_where_it_is_not_allowed(model: str, settings: dict[str, Any], why: str) -> None:
     async with cluster(model, decodes=2) as fake, serving(fake, **settings) as http:
         assert await http.get("/playground/kill") == (200, {"refused": why})
-        assert await answered(http) == (403, f"request_id = 'mine': must run on: {why}")
+        assert await answered(http) == (403, f'request_id = "mine": must run on: {why}')
 
 
 async def test_a_supervisor_that_is_gone_or_refuses(

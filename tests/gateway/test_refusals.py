@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
+from corun.errors import CorunError, InvalidArgumentError, OverloadedError, Shown, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import STATUSES, body_of
 from corun.gateway.failures import response_of
@@ -277,7 +277,17 @@ def test_every_error_has_a_status() -> None:
     assert "Retry-After" not in response_of(UnavailableError("x")).headers
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), ((), "[]"), (True, "true"), ({"a": ["b"]}, '{"a": ["b"]}'), ("ä", '"ä"'), (Shown("1 B"), "1 B")],
+)
+def test_values_are_shown_as_json(value: Any, text: str) -> None:
+    error = body_of(InvalidArgumentError("stop", value, "must be another"))["error"]
+    assert (error["value"], error["message"]) == (text, f"stop = {text}: must be another")
+
+
 def test_the_text_of_a_prompt_is_not_shown_whole() -> None:
+    assert body_of(InvalidArgumentError("prompt", [7] * 10**7, "must be shorter"))["error"]["value"].endswith(" 7,…")
     assert len(body_of(InvalidArgumentError("prompt", "x" * 10_000, "must be shorter"))["error"]["message"]) < 200
 
 
