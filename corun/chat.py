@@ -205,7 +205,7 @@ def _inner(expression: nodes.Node) -> nodes.Node:
 def _messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
     """Check messages and return them as a template wants them."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidArgumentError("messages", messages, "must be a list of messages, at least one")
+        raise InvalidArgumentError("messages", messages, "must be given as a list of messages, at least one")
     found = [_message(f"messages[{i}]", message, as_parts=as_parts) for i, message in enumerate(messages)]
     _read_arguments(found)
     return found

@@ -192,7 +192,8 @@ class TokenizeRequest:
 def read_tokenize(body: bytes) -> TokenizeRequest:
     """Read a request for /tokenize. Raises InvalidArgumentError, which names the field."""
     fields = read_json(body)
-    is_chat, prompt = fields.get("messages") is not None, fields.get("prompt")
+    prompt: Any = fields.get("prompt")
+    is_chat = fields.get("messages") is not None
     both = "model", "return_token_strs"
     if is_chat:
         check_known(fields, (*_TEMPLATE, *both), _FIXED_OF_TOKENIZED_CHATS)
@@ -200,7 +201,7 @@ def read_tokenize(body: bytes) -> TokenizeRequest:
         check_known(fields, ("prompt", "add_special_tokens", *both), _FIXED_OF_TOKENIZED_PROMPTS)
     return TokenizeRequest(
         model=text(fields, "model"),
-        prompt=_chat(fields) if is_chat else check_text("prompt", "" if prompt is None else prompt),
+        prompt=_chat(fields) if is_chat else check_text("prompt", prompt),
         add_special_tokens=flag(fields, "add_special_tokens", default=not is_chat),
         return_token_strs=flag(fields, "return_token_strs"),
     )
@@ -215,6 +216,7 @@ def read_detokenize(body: bytes) -> tuple[str | None, tuple[int, ...]]:
 
 def _chat(fields: Mapping[str, Any]) -> Chat:
     check_tools(fields.get("tools"))
+    messages: Any = fields.get("messages")
     variables = fields.get("chat_template_kwargs")
     if variables is not None and not isinstance(variables, dict):
         raise InvalidArgumentError("chat_template_kwargs", variables, "must be an object of the template's variables")
@@ -222,7 +224,7 @@ def _chat(fields: Mapping[str, Any]) -> Chat:
         if name in OWN:
             raise InvalidArgumentError(f"chat_template_kwargs.{name}", value, "must not be among them: it is not free")
     return Chat(
-        messages=fields.get("messages", ()),
+        messages=messages,
         tools=fields.get("tools") or None,
         may_call=fields.get("tool_choice") != "none",
         add_generation_prompt=flag(fields, "add_generation_prompt", default=True),

@@ -307,7 +307,7 @@ def _prompts(value: Any, max_prompts: int) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise InvalidArgumentError("prompt", value, "must be text, token ids, or a list of either")
+        raise InvalidArgumentError("prompt", value, "must be given as text, token ids, or a list of either")
     if type(value[0]) is int:
         return (_token_ids("prompt", value),)
     if len(value) > max_prompts:

@@ -187,7 +187,7 @@ def _messages(instructions: str | None, value: Any) -> tuple[list[dict[str, Any]
     if isinstance(value, str):
         return [*found, {"role": "user", "content": value}], {}
     if not isinstance(value, list) or not value:
-        raise InvalidArgumentError("input", Shown("a value"), "must be text, or a list of items, not empty")
+        raise InvalidArgumentError("input", value, "must be given as text, or as a list of items, not empty")
     sources: dict[str, str] = {}
     for i, item in enumerate(value):
         field = f"input[{i}]"

@@ -125,6 +125,11 @@ def test_an_id_has_room_for_the_numbers_of_prompts() -> None:
                 read_request(json.dumps(asked).encode(), request_id=wrong.get("request_id"), max_prompts=128)
 
 
+def test_a_prompt_must_be_given() -> None:
+    with pytest.raises(InvalidArgumentError, match="prompt = None: must be given as text"):
+        read_request(b"{}", max_prompts=1)
+
+
 @pytest.mark.parametrize(
     "body",
     [
