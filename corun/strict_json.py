@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,7 +40,8 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises ValueError."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is in an object twice")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {json.dumps(twice[:64])} is in an object twice")
     return found
 
 

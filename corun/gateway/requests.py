@@ -6,6 +6,7 @@ not know HTTP.
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -228,7 +229,9 @@ def check_known(fields: Mapping[str, Any], known: Sequence[str], fixed: Fixed) -
         if name in known:
             continue
         if name not in fixed:
-            raise InvalidArgumentError(name, value, "is not a known field")
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            limit = f"is not a known field{f'; the nearest is {near[0]}' if near else ''}"
+            raise InvalidArgumentError(name, value, limit)
         allowed, limit = fixed[name]
         if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
             raise InvalidArgumentError(name, value, limit)

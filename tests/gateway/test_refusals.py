@@ -131,6 +131,19 @@ def test_a_prompt_must_be_given() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"prompt": "a", "max_token": 1}', "max_token = 1: is not a known field; the nearest is max_tokens"),
+        (b'{"prompt": "a", "%s": 1}' % (b"x" * 10**6), "x = 1: is not a known field"),
+        (b'{"prompt": "a", "metadata": {"b": 1, "a": 1, "a": 2}}', 'the name "a" is in an object twice'),
+    ],
+)
+def test_names_of_fields_are_helped_with(body: bytes, why: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{why}$"):
+        read_request(body, max_prompts=1)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",
