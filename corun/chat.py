@@ -37,6 +37,8 @@ while it reads them."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 """The fields that a message may have."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles that it may have, which are those of OpenAI's API. Most templates would write a misspelt one, too."""
 _EMPTY = ("refusal", "annotations", "audio", "function_call")
 """Fields of the messages that OpenAI's package writes. They may be null or an empty list, and are left out."""
 _REASONING = ("reasoning", "reasoning_content")
@@ -224,8 +226,8 @@ def _message(field: str, message: Any, *, as_parts: bool) -> dict[str, Any]:
             limit = "must be null or empty: it is not supported" if name in _EMPTY else "is not a known field"
             raise InvalidArgumentError(f"{field}.{name}", value, limit)
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidArgumentError(f"{field}.role", role, "must be text, such as user")
+    if role not in _ROLES:
+        raise InvalidArgumentError(f"{field}.role", role, f"must be one of {', '.join(_ROLES)}")
     found = {name: value for name, value in message.items() if value is not None}  # To a template null is text.
     calls = _tool_calls(f"{field}.tool_calls", found.pop("tool_calls", ()))
     if "content" not in found and not calls and role != "assistant":

@@ -162,6 +162,7 @@ def test_contents_together_are_bounded_before_a_template_sees_them() -> None:
         (["hello"], "messages[0]"),
         ([{"content": "a"}], "messages[0].role"),
         ([USER, {"role": 1, "content": "a"}], "messages[1].role"),
+        ([{"role": "king", "content": "a"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 1}], "messages[0].content"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
@@ -190,7 +191,7 @@ def test_variables_that_the_template_lacks_are_refused_by_name() -> None:
 
 
 def test_a_template_may_refuse_a_chat() -> None:
-    error = refusal(chat(RICH), [{"role": "judge", "content": "a"}])
+    error = refusal(chat(RICH), [{"role": "developer", "content": "a"}])
     assert (error.field, "no such role" in error.limit) == ("messages", True)
     error = refusal(chat("{{ messages[0].content + 1 }}"), [USER])
     assert error.field == "messages"
