@@ -22,10 +22,11 @@ from corun.gateway.bodies import was_not_asked, when_read
 from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
-from corun.gateway.failures import is_ours, plain_response, translated
+from corun.gateway.failures import is_ours, translated
 from corun.gateway.live import Live
 from corun.gateway.pages import Pages
 from corun.gateway.playground import Playground
+from corun.gateway.requests import check_model
 from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 
@@ -168,9 +169,8 @@ class Gateway:
         return web.json_response({"object": "list", "data": [await self._card(request)]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        card, name = await self._card(request), request.match_info["name"]
-        if name != card["id"]:
-            return plain_response(404, f"the model {name!r} does not exist: this is {card['id']!r}")
+        card = await self._card(request)
+        check_model(request.match_info["name"], card["id"], card["root"])
         return web.json_response(card)
 
     async def _card(self, request: web.Request) -> dict[str, Any]:

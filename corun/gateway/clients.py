@@ -122,6 +122,11 @@ class Served:
     max_prompt_bytes: int
     """The most UTF-8 bytes of a prompt given as text."""
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What requests may call the model. vLLM's own clients send the `root` of /v1/models to /tokenize."""
+        return self.name, self.root
+
 
 class _Kept(Generic[T]):
     """An answer of the routers that many requests want. Who comes while it is asked for waits for that question, also

@@ -67,7 +67,7 @@ class Completions:
         """Handle a completion request."""
         async with self._incoming(request) as incoming:
             asked = read_request(incoming.body, request_id=incoming.request_id, max_prompts=self._config.max_prompts)
-            check_model(asked.model, incoming.served.name)
+            check_model(asked.model, *incoming.served.names)
             calls = len(asked.prompts)
             with self.activity.more(calls - 1), self._clients.lease(incoming.token, calls) as client:
                 with self.activity.told():
@@ -78,7 +78,7 @@ class Completions:
         """Handle a request for the answer to a chat."""
         async with self._incoming(request) as incoming:
             chat = read_chat_request(incoming.body, request_id=incoming.request_id)
-            check_model(chat.asked.model, incoming.served.name)
+            check_model(chat.asked.model, *incoming.served.names)
             with self._clients.lease(incoming.token) as client:
                 asked = await self._with_prompt(incoming, chat, client)
                 return await self._run(incoming, asked, client, CHAT)
@@ -87,7 +87,7 @@ class Completions:
         """Handle a request for the answer to a conversation of items."""
         async with self._incoming(request) as incoming:
             read = read_response_request(incoming.body, request_id=incoming.request_id)
-            check_model(read.chat.asked.model, incoming.served.name)
+            check_model(read.chat.asked.model, *incoming.served.names)
             with self._clients.lease(incoming.token) as client:
                 with named(read.sources):
                     asked = await self._with_prompt(incoming, read.chat, client)
@@ -97,7 +97,7 @@ class Completions:
         """Answer with the tokens of a text or of a chat."""
         async with self._incoming(request) as incoming:
             asked = read_tokenize(incoming.body)
-            check_model(asked.model, incoming.served.name)
+            check_model(asked.model, *incoming.served.names)
             with self._clients.lease(incoming.token) as client, self.activity.told():
                 if isinstance(asked.prompt, Chat):
                     text = await self._rendered(incoming, asked.prompt.render)
@@ -121,7 +121,7 @@ class Completions:
         """Answer with the text of tokens."""
         async with self._incoming(request) as incoming:
             model, token_ids = read_detokenize(incoming.body)
-            check_model(model, incoming.served.name)
+            check_model(model, *incoming.served.names)
             with self._clients.lease(incoming.token) as client, naming("token_ids", "tokens"), self.activity.told():
                 return web.json_response({"prompt": await client.detokenize(token_ids)})
 

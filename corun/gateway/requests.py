@@ -237,9 +237,9 @@ def check_known(fields: Mapping[str, Any], known: Sequence[str], fixed: Fixed) -
             raise InvalidArgumentError(name, value, limit)
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raise NotFoundError if a request asks for another model than the one that is served."""
-    if asked not in (None, served):
+def check_model(asked: str | None, served: str, *others: str) -> None:
+    """Raise NotFoundError if a request asks for another model than the one that is served. others: its other names."""
+    if asked not in (None, served, *others):
         raise NotFoundError(f"the model {shown(asked)} does not exist: this is {served!r}")
 
 
