@@ -135,11 +135,11 @@ def test_a_cluster_that_cannot_start_says_why() -> None:
         pass
 
 
-async def test_the_example_of_the_page_runs() -> None:
+def test_the_example_of_the_page_runs() -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(example, str(PAGE), "exec"), names)
     tests = [test for name, test in names.items() if name.startswith("test_")]
     assert tests
     for test in tests:
-        await test()
+        test()
