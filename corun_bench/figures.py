@@ -301,7 +301,8 @@ def kernels(results: Results) -> Figure | None:
         ax.tick_params(labelleft=ax is axes[0])
     figure.supxlabel("latency (µs)", fontsize=9)
     seen = {_bits(entry) for entry in timed}
-    handles: dict[str, Artist] = {name: _dot(looks(variants)[name].colour) for name in variants}
+    # A variant is a colour and what is known of bits a shape, so no two entries look alike.
+    handles: dict[str, Artist] = {name: Patch(facecolor=looks(variants)[name].colour) for name in variants}
     _legend(figure, handles | {words: _dot(GREY, words) for words in _MARKS if words in seen})
     return figure
 
