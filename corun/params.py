@@ -161,19 +161,24 @@ def _digest(params: SamplingParams) -> str:
 _kept_digest = functools.lru_cache(MAX_KEPT)(_digest)
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "prompt.token_ids") -> tuple[int, ...]:
+def check_token_ids(
+    token_ids: Iterable[int], vocab_size: int | None, field: str = "prompt.token_ids"
+) -> tuple[int, ...]:
     """Return the prompt as a tuple of ints.
+
+    vocab_size: None if it is not known here: then only what a message cannot carry is refused.
 
     Raises InvalidArgumentError if it is empty, or has a token id outside [0, vocab_size).
     """
+    end, limit = (2**32, "must be a token id of the vocabulary") if vocab_size is None else (vocab_size, "")
     if isinstance(token_ids, (str, bytes, bytearray)) or not isinstance(token_ids, Iterable):
         raise InvalidArgumentError(field, token_ids, "must be a sequence of token ids")
     ids = tuple(token_ids)
     if not ids:
         raise InvalidArgumentError(field, Shown("no tokens"), "must not be empty")
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < end:
         return ids
-    return tuple(_integer(f"{field}[{i}]", value, 0, vocab_size) for i, value in enumerate(ids))
+    return tuple(_integer(f"{field}[{i}]", value, 0, end, limit) for i, value in enumerate(ids))
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

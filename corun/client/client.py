@@ -363,7 +363,7 @@ class AsyncClient:
         Example:
             print(await client.detokenize([1, 2, 3]))
         """
-        ids = check_token_ids(token_ids, 2**32, "token_ids")
+        ids = check_token_ids(token_ids, None, "token_ids")
         request = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
         return str((await self._ask("Detokenize", request, timeout_s)).text)
 

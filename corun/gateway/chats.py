@@ -211,7 +211,7 @@ def read_detokenize(body: bytes) -> tuple[str | None, tuple[int, ...]]:
     """Read a request for /detokenize: the model's name, and the token ids. Raises InvalidArgumentError."""
     fields = read_json(body)
     check_known(fields, ("model", "tokens"), {})
-    return text(fields, "model"), check_token_ids(fields.get("tokens", ()), 2**32, "tokens")
+    return text(fields, "model"), check_token_ids(fields.get("tokens", ()), None, "tokens")
 
 
 def _chat(fields: Mapping[str, Any]) -> Chat:

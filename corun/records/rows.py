@@ -208,9 +208,7 @@ def _prompt_row(values: dict[str, Any], number: str, where: str, defaults: Sampl
             raise InvalidArgumentError("prompt", prompt, "must be text or a list of token ids")
         return PromptRow(
             id=str(row_id),
-            prompt=check_text("prompt", prompt)
-            if isinstance(prompt, str)
-            else check_token_ids(prompt, 2**32, "prompt"),
+            prompt=check_text("prompt", prompt) if isinstance(prompt, str) else check_token_ids(prompt, None, "prompt"),
             params=params_from_dict(values.get("params", {}), defaults),
             seed=None if values.get("seed") is None else check_seed(values["seed"]),
             where=where,

@@ -102,7 +102,7 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
         for index, sample in enumerate(_samples(row, params)):
             receipt = Receipt.from_dict(sample["receipt"])
             tops = tuple(map(tops_from_dict, sample.get("top_logprobs", ())))
-            of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
+            of_tokens = tokens_digest(check_token_ids(sample["token_ids"], None, "token_ids"))
             facts: dict[str, tuple[object, object]] = {
                 "seed": (sample["seed"], receipt.seed),
                 "request's seed": (sample_seed(row["seed"], index), receipt.seed),
@@ -149,7 +149,7 @@ def _reading(where: str, row: Mapping[str, Any], limit: str) -> Iterator[None]:
 
 def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
     name = "prompt_token_ids" if isinstance(row["prompt"], str) else "prompt"
-    return check_token_ids(row[name], 2**32, name)
+    return check_token_ids(row[name], None, name)
 
 
 def _samples(row: Mapping[str, Any], params: SamplingParams) -> Sequence[Mapping[str, Any]]:

@@ -373,7 +373,7 @@ def generate_request(
     if isinstance(prompt, str):
         request.text = check_text("prompt.text", prompt)
     else:
-        request.token_ids.ids.extend(check_token_ids(prompt, 2**32))
+        request.token_ids.ids.extend(check_token_ids(prompt, None))
     return request
 
 
@@ -402,7 +402,7 @@ def score_request(
 def _text_or_tokens(field: str, value: Prompt) -> cluster_pb2.TextOrTokens:
     if isinstance(value, str):
         return cluster_pb2.TextOrTokens(text=check_text(f"{field}.text", value))
-    ids = check_token_ids(value, 2**32, f"{field}.token_ids")
+    ids = check_token_ids(value, None, f"{field}.token_ids")
     return cluster_pb2.TextOrTokens(token_ids=cluster_pb2.TokenIds(ids=ids))
 
 
@@ -431,7 +431,7 @@ def verify_request(
     Raises InvalidArgumentError for a prompt or a seed that no model could accept.
     """
     for i, case in enumerate(cases):
-        check_token_ids(case.prompt_token_ids, 2**32, f"cases[{i}].prompt_token_ids")
+        check_token_ids(case.prompt_token_ids, None, f"cases[{i}].prompt_token_ids")
         check_seed(case.seed)
     return cluster_pb2.VerifyRequest(
         cases=[verify_case_to_proto(case) for case in cases],

@@ -175,6 +175,8 @@ def test_token_ids() -> None:
         with pytest.raises(InvalidArgumentError) as caught:
             check_token_ids(ids, 10)
         assert caught.value.field == field
+    with pytest.raises(InvalidArgumentError, match=r"token_ids\[1\] = -1: must be a token id of the vocabulary"):
+        check_token_ids([0, -1], None)
 
 
 def test_vocabulary() -> None:
