@@ -379,11 +379,13 @@ class _Reader:
         return dict(table)
 
     def _values(self, path: str, table: Mapping[str, Any], kind: str, pool: str) -> dict[str, Any]:
-        """Return the values of a table, checked. kind: which keys it may have, as in `_keys`."""
+        """Return the values of a table, checked. kind: which keys it may have, as in `_keys`. What stands in a pool's
+        table and is misspelled may also be one of its own tables."""
         types = _keys()[kind]
+        known = (*types, *ROLES, GATEWAY) if kind == "pool" else tuple(types)
         for key, value in table.items():
             where = f"{self._path}: [{path}] {key}"
-            _check_known(where, key, value, types, _place(key).replace("pools.NAME", f"pools.{pool}"))
+            _check_known(where, key, value, known, _place(key).replace("pools.NAME", f"pools.{pool}"))
             kinds, limit = _TYPES[types[key]]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise InvalidArgumentError(where, value, limit)

@@ -99,6 +99,7 @@ def test_a_file_gives_the_configs(file: Path) -> None:
         ('model = "org/model"', 'model = ""', r"[pools.main] model = '': must not be empty"),
         ('model = "org/model"', "model = 1", r"[pools.main] model = 1: must be text"),
         ("[pools.main.decode]", "[pools.main.decoder]", r"[pools.main] decoder = a table: is not a key here"),
+        ("[pools.main.decode]", "[pools.main.deocde]", r"deocde = a table: is not a key here; the nearest is decode"),
         ("[pools.main.decode]", "[pool.main.decode]", r"cluster.toml: pool = a table: is not a key here; the nearest"),
         ("[pools.main]", "[security]\ntls_cert = 'x'\n[pools.main]", "[security] tls_key = '': must be given"),
         ("[pools.main]", "[security]\ninsecure = 1\n[pools.main]", "[security] insecure = 1: must be true or false"),
