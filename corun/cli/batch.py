@@ -75,15 +75,13 @@ class Batch:
         if drop_torn_line(self.output):
             print(f"{self.output}: dropped an unfinished last line", file=sys.stderr)
         run = _Run(self, work.answer, todo, work.refused)
-        try:
-            # An error may name a field that has a lone surrogate, which is written as JSON's escape.
-            with (
-                self.output.open("a", encoding="utf-8", errors="backslashreplace") as sink,
-                ProgressBar(len(todo), "prompts") as bar,
-            ):
-                asyncio.run(run.all(sink, bar))
-        finally:
-            print(run.summary(work.total), file=sys.stderr)
+        # An error may name a field that has a lone surrogate, which is written as JSON's escape.
+        with self.output.open("a", encoding="utf-8", errors="backslashreplace") as sink:
+            try:
+                with ProgressBar(len(todo), "prompts") as bar:
+                    asyncio.run(run.all(sink, bar))
+            finally:
+                print(run.summary(work.total), file=sys.stderr)
         return 2 if run.refused else 0
 
     def _openai_file(self) -> OpenAiFile:

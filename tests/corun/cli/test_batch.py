@@ -151,6 +151,14 @@ def test_files_that_cannot_be(corun: Any, tmp_path: Path, six: Path, output: Pat
         assert output.read_bytes() == content
 
 
+def test_an_output_that_cannot_be_written_is_refused_first(
+    corun: Any, fake: FakeRouter, six: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "none" / "x.jsonl"
+    done = corun("batch", six, "-o", output)
+    assert (done.code, done.err, fake.requests) == (2, f"corun: {output}: No such file or directory\n", [])
+
+
 def test_ctrl_c_says_how_to_go_on(fake: FakeRouter, start: Any, six: Path, output: Path) -> None:
     fake.gate.clear()
     with start("batch", six, "-o", output) as process:
