@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import grpc
 
+from corun.config.fields import check_address
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
@@ -178,8 +179,7 @@ def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
     for each in found:
         if each.lower().startswith(("http://", "https://")):
             raise InvalidArgumentError("address", each, "must be host:port without http: routers speak gRPC")
-        if ":" not in each:  # gRPC would use the port of HTTPS.
-            raise InvalidArgumentError("address", each, "must be host:port")
+        check_address("address", each)  # Without a port, gRPC would use that of HTTPS.
     return tuple(found)
 
 

@@ -102,18 +102,18 @@ def _check_not_empty(name: str, value: Any) -> None:
         raise InvalidArgumentError(name, value, "must not be empty")
 
 
-def _check_address(name: str, value: str) -> None:
-    """Check an address, which may be empty."""
+def check_address(name: str, value: str) -> None:
+    """Raise InvalidArgumentError unless an address, which may be empty, is host:port."""
     host, _, port = value.rpartition(":")
     if value and (not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535)):
-        raise InvalidArgumentError(name, value, "must be host:port")
+        raise InvalidArgumentError(name, value, "must be host:port, with a port in [1, 65535]")
 
 
 def _check_addresses(name: str, value: tuple[str, ...]) -> None:
     _check_not_empty(name, value)
     for address in value:
         _check_not_empty(name, address)
-        _check_address(name, address)
+        check_address(name, address)
 
 
 def _check_name(name: str, value: str) -> None:
@@ -419,7 +419,7 @@ class NodeConfig(MemberConfig):
     """Address to listen on, and to be reached at."""
     port: int = field(default=0, metadata=PORT)
     """Port to listen on; 0 picks a free one."""
-    advertise: str = field(default="", metadata=LAUNCHER | checked(_check_address))
+    advertise: str = field(default="", metadata=LAUNCHER | checked(check_address))
     """host:port at which routers reach this node, where a proxy or another network is in between; empty: where it
     listens."""
     node_id: str = field(default="", metadata=LAUNCHER | checked(_check_name))
