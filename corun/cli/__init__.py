@@ -31,11 +31,13 @@ from corun.cli.tools import Certs, Gateway
 from corun.cli.top import Top
 from corun.cli.up import Scale, Up
 from corun.cli.verify import Verify
+from corun.client.routers import NoRouterError
 from corun.contract import CONTRACT_VERSION
 from corun.errors import (
     ContractMismatchError,
     CorunError,
     DataLossError,
+    DeadlineError,
     InvalidArgumentError,
     OverloadedError,
     PermissionDeniedError,
@@ -67,6 +69,12 @@ _EXIT_CODES: dict[type[CorunError], int] = {
     UnavailableError: UNAVAILABLE,
     OverloadedError: UNAVAILABLE,
 }
+_HINTS: dict[type[CorunError], str] = {
+    NoRouterError: "start a cluster with corun up, or name a running one with --router HOST:PORT",
+    UnauthenticatedError: "--token-file FILE or CORUN_TOKEN_FILE names the file of your token",
+    DeadlineError: "--timeout-s is the longest time for it",
+}
+"""What a user of the commands can do about an error, in words that a caller of the client does not have."""
 _STYLE = (tyro.conf.FlagCreatePairsOff,)
 
 PLUGINS = "corun.commands"
@@ -102,6 +110,7 @@ def commands() -> dict[str, type[Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. `--help` and usage errors raise SystemExit, as in argparse."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Otherwise gRPC prints a line for every lost connection.
     try:
         code: int = parse(sys.argv[1:] if argv is None else argv).run()
         sys.stdout.flush()
@@ -115,7 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except CorunError as error:
-        return _fail(str(error), next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), FAILURE))
+        hint = next((f"; {hint}" for kind, hint in _HINTS.items() if isinstance(error, kind)), "")
+        code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), FAILURE)
+        return _fail(f"{error}{hint}", code)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), USAGE)
     return code

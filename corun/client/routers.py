@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 """The client's logger. If the caller installs no handler, Python prints its warnings to standard error."""
 
 
+class NoRouterError(UnavailableError):
+    """No router has answered in time: the address may be wrong, or nothing may run there."""
+
+
 class Deadline:
     """A moment by which a call must have ended."""
 
@@ -90,7 +94,7 @@ class Routers:
         self._in_progress: WeakSet[Any] = WeakSet()
         # gRPC does not distinguish a refused TLS handshake from a silent peer.
         over_tls = "over TLS: the certificates may not be those that the other side trusts"
-        self._doubt = over_tls if access.tls else "without TLS"
+        self._doubt = over_tls if access.tls else "without TLS: a router that has it needs tls_ca"
         self.is_closed = False
 
     async def close(self) -> None:
@@ -121,7 +125,7 @@ class Routers:
     async def reach(self, wait_s: float) -> RouterLink:
         """Return the first router that answers anything, and that same one until a call finds it gone.
 
-        Raises UnavailableError if no router answers in `wait_s` seconds.
+        Raises NoRouterError if no router answers in `wait_s` seconds.
         """
         end, backoff, is_silent = time.monotonic() + wait_s, Backoff(), wait_s > 2 * NOTICE_S
         while not self._is_reached and not self.is_closed:
@@ -138,7 +142,7 @@ class Routers:
                 break
             self._leave(router)
             if left <= 0:
-                raise UnavailableError(f"no router answers at {self._names} (waited {wait_s:.3g} s, {self._doubt})")
+                raise NoRouterError(f"no router answers at {self._names} (waited {wait_s:.3g} s, {self._doubt})")
             if is_silent and wait_s - left >= NOTICE_S:
                 is_silent = False
                 log.warning("no router answers at %s yet: trying for another %.3g s", self._names, left)

@@ -72,7 +72,7 @@ _ENVIRONMENT = """\
 | `PIP_CERT`, `SSL_CERT_FILE` | `corun up`, `corun model`, nodes | PEM file of the authorities that sign that index's certificate; if unset, those that `requests` finds. |
 | `XDG_RUNTIME_DIR` | `corun up`, `corun scale` | Directory under which `corun up` notes where it is found; if unset, that for temporary files. |
 | `RAY_AUTH_MODE` | `corun up`, `corun scale` | Ray's own: `token` where the Ray of `--ray-address` has a token. |
-| `GRPC_VERBOSITY` | all | gRPC's own log; if unset, `corun up` shows its errors only. |
+| `GRPC_VERBOSITY` | all | gRPC's own log; if unset, `corun` and what it starts show its errors only. |
 """  # noqa: E501  # A row of a table is one line.
 
 

@@ -43,7 +43,6 @@ def run(
     """
     check(spec)
     spec = with_free_ports(spec)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Otherwise gRPC prints a line for every lost connection.
     logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     say, code = Progress(), 0

@@ -22,10 +22,12 @@ from corun.contract import CONTRACT_VERSION
 from corun.errors import (
     ContractMismatchError,
     CorunError,
+    DeadlineError,
     InternalError,
     InvalidArgumentError,
     OverloadedError,
     PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from corun.receipt import Receipt, output_digest
@@ -94,7 +96,23 @@ def test_errors_are_one_line_with_an_exit_code(corun: Any, fake: FakeRouter, err
 
 def test_no_router_is_exit_4(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--router", "127.0.0.1:1", "--connect-timeout-s", "0.2"]) == 4
-    assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no router answers at 127.0.0.1:1 (waited 0.2 s, without TLS: a router that has it needs tls_ca)" in told
+    assert told.endswith("; start a cluster with corun up, or name a running one with --router HOST:PORT\n")
+    assert main(["status", "--router", "localhost:99999"]) == 2
+    assert "address = 'localhost:99999': must be host:port, with a port in [1, 65535]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "option"),
+    [
+        (UnauthenticatedError("ClusterService needs a client's token"), "--token-file FILE or CORUN_TOKEN_FILE"),
+        (DeadlineError("the deadline passed in an attempt of sample 0"), "--timeout-s"),
+    ],
+)
+def test_errors_name_the_option_that_helps(corun: Any, fake: FakeRouter, error: CorunError, option: str) -> None:
+    fake.errors.append(error)
+    assert f"{error}; {option} " in corun("generate", PROMPT).err
 
 
 @pytest.mark.parametrize(
