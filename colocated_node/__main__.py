@@ -34,7 +34,7 @@ async def run(config: ColocatedConfig, stop: asyncio.Event) -> None:
 
 
 def main() -> None:
-    config = parse(ColocatedConfig, prog="colocated_node")
+    config = parse(ColocatedConfig, prog="python -m colocated_node")
     log_to_stderr()
     serve(lambda stop: run(config, stop))
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar
 import tyro
 from rich.console import Console
 
+from corun.cli.options import unset
 from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
@@ -120,7 +121,7 @@ class Report:
 class OneLine:
     """A command whose last line of output is its result as JSON."""
 
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    output: Annotated[Path | None, unset(Path, "PATH", aliases=["-o"])] = None
     """File to write the JSON line to, as well."""
 
     def finish(self, result: dict[str, Any]) -> None:

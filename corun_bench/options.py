@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from corun.cli.options import OptionalPath
+from corun.cli.options import OptionalFloat, OptionalInt, OptionalPath
 from corun.errors import InvalidArgumentError
 from corun.params import check_seed
 from corun_bench.systems import SharedOptions
@@ -188,15 +188,15 @@ class PlanOptions:
     """result.json of corun bench, for the rates that no option gives."""
     system: str = ""
     """System of that file whose rates count; by default its only cluster, or its only system."""
-    prefill_tokens_per_s: float | None = None
+    prefill_tokens_per_s: OptionalFloat = None
     """Prompt tokens a second that one node prefills, with prompts as long as the workload's."""
     decode_step_ms: tuple[str, ...] = ()
     """Time of a decode step by its rows, as ROWS:MS: 1:6.1 64:7.5 256:15.1."""
-    handoff_us_per_token: float | None = None
+    handoff_us_per_token: OptionalFloat = None
     """Time to read the KV of a prompt token from another GPU, in microseconds."""
-    slots: int | None = None
+    slots: OptionalInt = None
     """Slots of each node that decodes."""
-    kv_tokens: int | None = None
+    kv_tokens: OptionalInt = None
     """KV room of each node that decodes, in tokens; 0: enough for all of its slots."""
     num_gpus: int = 0
     """GPUs to place nodes on; 0: as few as reach the goodput."""

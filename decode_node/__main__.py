@@ -29,7 +29,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
 
 
 def main() -> None:
-    config = parse(DecodeConfig, prog="decode_node")
+    config = parse(DecodeConfig, prog="python -m decode_node")
     log_to_stderr()
     serve(lambda stop: run(config, stop))
 

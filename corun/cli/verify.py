@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun.cli.options import OptionalInt, OptionalPath, RouterOptions
+from corun.cli.options import OptionalInt, OptionalPath, RouterOptions, unset
 from corun.cli.verify_report import TIMEOUT_S, Report, Verification, built_in_cases
 from corun.client.client import Client
 from corun.client.progress import ProgressBar
@@ -54,7 +54,7 @@ class Verify:
     """Draws the orders and the crowds."""
     json: bool = False
     """Print the JSON object only."""
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    output: Annotated[Path | None, unset(Path, "PATH", aliases=["-o"])] = None
     """Also write the JSON object to this file."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(
         default_factory=lambda: RouterOptions(timeout_s=TIMEOUT_S)

@@ -76,6 +76,15 @@ def test_usage_errors_exit_2_and_say_what_was_meant(
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [["up", "--slots", "abc"], ["up", "--dtype", "fp8"], ["generate", "x", "--seed", "None"], ["up", "a", "b"]],
+)
+def test_usage_errors_do_not_speak_of_python(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = ended(capsys, *argv)
+    assert (code, "NoneType" in err, "{None}" in err, "'None'," in err) == (2, False, False, False), err
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (InvalidArgumentError("prompt.text", "x", "must be y"), 2),
@@ -379,6 +388,8 @@ def test_fingerprint_diff_of_nodes_and_refused_ones(corun: Any, fake: FakeRouter
     fake.status = replace(fake.status, nodes=(prefill, refused, decode))
     done = corun("fingerprint", "--diff", "decode-0", "decode-1", "--json")
     assert (done.code, json.loads(done.out)["field"]) == (3, "model.dtype")
+    alone = corun("fingerprint", "--diff", "decode-0")
+    assert (alone.code, alone.err) == (2, "corun: diff = ('decode-0',): must be two: files, nodes or 'cluster'\n")
     unknown = corun("fingerprint", "--diff", "decode-0", "decode-7")
     assert (unknown.code, "prefill-0, decode-1, decode-0" in unknown.err) == (2, True)
     saved = tmp_path / "saved.jsonl"
