@@ -9,11 +9,11 @@ import argparse
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from corun.config.cluster_file import CONFIGS, read
-from corun.config.fields import MemberConfig
+from corun.config.fields import MemberConfig, NodeConfig
 from corun.errors import CorunError, InvalidArgumentError, Shown
 from corun.models import checked
 
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=MemberConfig)
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None = None) -> C:
-    """Read a config from a command line (`sys.argv[1:]` if None), and check that its files can be used.
+    """Read a config from a command line (`sys.argv[1:]` if None), and check that its files and its model can be used.
 
     A bad one exits with 2 and a usage error.
 
@@ -46,7 +46,7 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
             words["default"] = _defaults(cls, file.config, file.pool)
         found: C = tyro.cli(cls, **words)
         found.check_files()
-        return found
+        return replace(found, model=checked(found.model)) if isinstance(found, NodeConfig) else found
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -60,8 +60,7 @@ def _defaults(cls: type[C], path: str, pool: str) -> C:
     found = read(path).pool(pool)
     role = next(name for name, each in CONFIGS.items() if each is cls)
     found.check_files(role)
-    settings = found.settings(role)
-    return cls(**settings) if role == "router" else cls(**{**settings, "model": checked(found.model)})
+    return cls(**found.settings(role))
 
 
 def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:

@@ -408,6 +408,7 @@ def test_secrets_of_others_need_not_be_there(tmp_path: Path, file: Path) -> None
         (DecodeConfig, "--model m --slots many", "--slots"),
         (DecodeConfig, "--model m --bogus 1", "--bogus"),
         (DecodeConfig, "", "--model"),
+        (DecodeConfig, "--model /none", "prog: model = '/none': must be 'tiny', 'smollm2', a directory with a config"),
         (DecodeConfig, "--config FILE --pool x", "prog: pool = 'x': must be one of main"),
         (DecodeConfig, "--pool x", "must come with --config"),
         (DecodeConfig, "--config /none", "config = '/none': must be a readable TOML file: No such file"),

@@ -65,7 +65,8 @@ def take(words: list[str]) -> None:
     if words[0] == "corun":
         cli.parse(words[1:])
     else:
-        parse(PROCESSES[words[2]], words[3:])
+        # The reader's /models is in the working directory.
+        parse(PROCESSES[words[2]], [word.replace("/models/", "models/") for word in words[3:]])
 
 
 @pytest.fixture
