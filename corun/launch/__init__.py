@@ -21,6 +21,9 @@ from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
 from corun.models import checked
 
+INTERRUPTED = 130
+"""The exit code of a command that a signal ended before it was done."""
+
 
 def run(
     spec: ClusterSpec,
@@ -29,7 +32,8 @@ def run(
     log_dir: str | os.PathLike[str] | None = None,
     modules: Mapping[str, str] = MODULES,
 ) -> int:
-    """Run a cluster until SIGINT, SIGTERM or SIGHUP. Return 0 after such a signal, and 1 if the cluster cannot go on.
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP. Return 0 after such a signal, 130 if it came before the cluster was
+    ready, and 1 if the cluster cannot go on.
 
     ray_address: a running Ray to join instead of a local one. log_dir: the directory of the logs, one per process, on
     the machine of the process; by default a new directory. modules: the Python module that runs for each role. If the
@@ -45,7 +49,7 @@ def run(
     spec = with_free_ports(spec)
     logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    say, code = Progress(), 0
+    say = Progress()
     say(f"logs in {logs}")
     say("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     with runtime.StopSignals() as signals, runtime.started(ray_address, signals):
@@ -54,6 +58,7 @@ def run(
             if not signals.count:
                 cluster.start()
                 cluster.watch(signals)
+            code = 0 if cluster.is_ready else INTERRUPTED
         except (DeadlineError, UnavailableError) as error:
             say.close()
             say(f"giving up: {error}")

@@ -146,7 +146,7 @@ class Cluster:
             control = Control(self._spec)
             stack.enter_context(noted(control.name))
             while not signals.count:
-                if time.monotonic() > deadline and not self._is_ready:
+                if time.monotonic() > deadline and not self.is_ready:
                     raise DeadlineError(f"the cluster was not ready in {_START_TIMEOUT_S:.0f} s")
                 self._reconcile()
                 answers = [(pool, _ask(pool)) for pool in self._pools.values()]
@@ -162,8 +162,9 @@ class Cluster:
                 self._wake.clear()
 
     @property
-    def _is_ready(self) -> bool:
-        return all(pool.is_ready for pool in self._pools.values())
+    def is_ready(self) -> bool:
+        """Whether every pool has been ready."""
+        return bool(self._pools) and all(pool.is_ready for pool in self._pools.values())
 
     def _reconcile(self) -> None:
         """Do one round: forget ended processes, ask surplus processes to end, and start missing processes.
@@ -232,7 +233,7 @@ class Cluster:
 
     def _tell_start(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         """Report what each node that no router uses yet is doing, until all pools are ready."""
-        if not self._is_ready:
+        if not self.is_ready:
             used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
             nodes = {member: status.doing for member, status in statuses.items() if not member.is_router}
             late = {node.name: doing for node, doing in nodes.items() if not used.issuperset(node.node_ids)}
@@ -263,7 +264,7 @@ class Cluster:
         wanted = {name for m in members(self._spec) if m.pool == pool.spec.name for name in m.node_ids}
         if not pool.is_ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
             pool.is_ready = True
-            if self._is_ready:
+            if self.is_ready:
                 self._say.close()
             slots = sum(used[0][name] for name in wanted)
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from corun import launch
 from corun.cli import parse
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
 from corun.errors import UnavailableError
@@ -295,6 +297,23 @@ def test_the_next_steps_are_commands_that_reach_the_cluster(tmp_path: Path) -> N
             f" --tls-key YOUR-client.key --token-file {tmp_path}/client.token"
         )
         parse(command.replace("'Once upon a time'", "Once").split()[1:])
+
+
+@pytest.mark.parametrize(("is_ready", "code"), [(False, 130), (True, 0)])
+def test_a_signal_interrupts_a_start_and_ends_what_is_ready(
+    is_ready: bool, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def make(*_: object, **__: object) -> Cluster:
+        made = cluster(spec())
+        made._pools["main"].is_ready = is_ready
+        return made
+
+    monkeypatch.setattr(launch, "Cluster", make)
+    monkeypatch.setattr(launch, "with_free_ports", lambda spec: spec)
+    monkeypatch.setattr(launch.runtime, "started", lambda *_: nullcontext())
+    for name in ("start", "watch", "stop"):
+        monkeypatch.setattr(Cluster, name, lambda *_: None)
+    assert launch.run(spec(), log_dir=tmp_path) == code
 
 
 def test_a_gateway_that_fails_ends_a_cluster_only_before_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
