@@ -146,11 +146,12 @@ def of_file(path: Path, fingerprint: str = "") -> Contracts:
 
 def differing(first: Contracts, second: Contracts) -> dict[str, tuple[str, str]]:
     """Return the fields that differ, with both values. Compare the roles that both sides have; if they have none in
-    common, compare the first contract of each side."""
+    common, compare the model's fields, which every role has."""
     pairs = [(first[role], second[role]) for role in NodeRole if role in first and role in second]
-    if not pairs:
-        pairs = [(next(iter(first.values())), next(iter(second.values())))]
-    return {name: values for a, b in pairs for name, values in diff(a, b).items()}
+    if pairs:
+        return {name: values for a, b in pairs for name, values in diff(a, b).items()}
+    differences = diff(next(iter(first.values())), next(iter(second.values())))
+    return {name: values for name, values in differences.items() if name.startswith("model.")}
 
 
 def _explain(contracts: Contracts) -> None:

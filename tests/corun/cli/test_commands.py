@@ -376,6 +376,8 @@ def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeRouter, tmp
     different = corun("fingerprint", "--diff", saved, "cluster", "--json")
     assert (different.code, json.loads(different.out)) == (3, {"field": "model.driver", "values": ["x", "9"]})
     assert "model.driver" in corun("fingerprint", "--diff", saved, "decode-0").out
+    roles = corun("fingerprint", "--diff", "prefill-0", "decode-0")
+    assert (roles.code, roles.out) == (0, "no field differs\n"), "a field of one role is no difference"
     bad = write_rows(tmp_path / "bad", {})
     assert corun("fingerprint", "--diff", bad, "cluster").code == 2
 
