@@ -8,15 +8,21 @@ import os
 import sys
 from dataclasses import replace
 
-import uvloop
-
+from corun.config.extras import needs_extra
 from corun.config.fields import SEED_KEY_VARIABLE, RouterConfig
 from corun.config.flags import parse
-from corun.errors import InvalidArgumentError
-from corun.observe import tracing
-from corun.rpc.server import raise_file_limit, run
-from router.app import Router
-from router.garbage import FullCollections
+from corun.errors import CorunError, InvalidArgumentError
+
+try:
+    with needs_extra("python -m router", "router"):
+        import uvloop
+
+        from corun.observe import tracing
+        from corun.rpc.server import raise_file_limit, run
+        from router.app import Router
+        from router.garbage import FullCollections
+except CorunError as error:
+    raise SystemExit(str(error)) from None
 
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:

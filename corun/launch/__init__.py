@@ -32,8 +32,8 @@ def run(
     log_dir: str | os.PathLike[str] | None = None,
     modules: Mapping[str, str] = MODULES,
 ) -> int:
-    """Run a cluster until SIGINT, SIGTERM or SIGHUP. Return 0 after such a signal, 130 if it came before the cluster was
-    ready, and 1 if the cluster cannot go on.
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP. Return 0 after such a signal, 130 if it came before the cluster
+    was ready, and 1 if the cluster cannot go on.
 
     ray_address: a running Ray to join instead of a local one. log_dir: the directory of the logs, one per process, on
     the machine of the process; by default a new directory. modules: the Python module that runs for each role. If the

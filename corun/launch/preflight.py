@@ -247,9 +247,10 @@ def _model(pool: PoolSpec, weigh: Callable[[str], Weights]) -> tuple[Finding, in
 def _gpus(spec: ClusterSpec, machine: Machine, loaded: dict[str, int]) -> Iterator[Finding]:
     """Find out how many GPUs there are, and whether each pool's share of their memory holds its model."""
     gpus = machine.gpus
-    if machine.engine == "cpu":
+    if machine.engine != "gpu":
         unused = f", unused; {how_to_get('gpu')}" if gpus else ""
-        yield _finding("GPUs", "none: the engine is for CPUs", f"{len(gpus)}{unused}")
+        needs = f"none: {'the engine is for CPUs' if machine.engine else 'there is no engine yet'}"
+        yield _finding("GPUs", needs, f"{len(gpus)}{unused}")
         return
     try:
         shares = on_own(spec.pools, gpus=len(gpus), cores=(), needs_gpus=True).gpus

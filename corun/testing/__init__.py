@@ -4,9 +4,12 @@ It needs the extra `router`, and neither an engine nor a GPU. Like nothing else 
 nodes. See docs/testing.md.
 """
 
-from corun.testing.cluster import LocalCluster, local_cluster
-from corun.testing.engines import FakeDecodeEngine, FakeKv, FakePrefillEngine, expected, expected_scores
-from corun.testing.nodes import LocalNode
+from corun.config.extras import needs_extra
+
+with needs_extra("corun.testing", "router"):
+    from corun.testing.cluster import LocalCluster, local_cluster
+    from corun.testing.engines import FakeDecodeEngine, FakeKv, FakePrefillEngine, expected, expected_scores
+    from corun.testing.nodes import LocalNode
 
 __all__ = [
     "FakeDecodeEngine",

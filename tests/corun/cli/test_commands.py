@@ -6,6 +6,7 @@ import io
 import json
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_a_bare_install_says_what_is_missing(
     monkeypatch.setitem(sys.modules, module, None)  # As if the package were not there.
     assert main(command) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "run"), [("router", "runpy.run_module('router', run_name='__main__')"), ("", "import corun.testing")]
+)
+def test_so_do_the_processes_and_the_fakes(module: str, run: str) -> None:
+    script = f"import runpy, sys; sys.modules['prometheus_client'] = None; {run}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "pip install '.[router]'" in done.stderr) == (1, True)
+    assert not module or done.stderr.count("\n") == 1
 
 
 def test_model_prints_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
