@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import tyro
 
@@ -23,7 +24,7 @@ class Generate:
       corun generate --token-ids 1 2 3 --n 4 --logprobs --json
     """
 
-    prompt: tyro.conf.Positional[str] = ""
+    prompt: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[PROMPT]")]] = ()
     """The prompt, as text."""
     token_ids: tuple[int, ...] = ()
     """The prompt, as token ids."""
@@ -39,9 +40,12 @@ class Generate:
     sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
 
     def run(self) -> int:
-        if bool(self.prompt) == bool(self.token_ids):
-            raise InvalidArgumentError("prompt", self.prompt, "must be given, as text or as --token-ids, not both")
-        prompt: Prompt = self.prompt or self.token_ids
+        text = " ".join(self.prompt)
+        if len(self.prompt) > 1:
+            raise InvalidArgumentError("prompt", text, "must be in quotes, since it has several words")
+        if bool(text) == bool(self.token_ids):
+            raise InvalidArgumentError("prompt", text, "must be given, as text or as --token-ids, not both")
+        prompt: Prompt = text or self.token_ids
         params = self.sampling.params()
         assembler = Assembler(params.n, () if isinstance(prompt, str) else prompt)
         with self.cluster.client() as client, SampleWriter(params.n) as writer:

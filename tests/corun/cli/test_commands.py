@@ -194,6 +194,7 @@ def test_generate_shows_samples_one_after_another(corun: Any) -> None:
 def test_generate_refuses_what_no_router_needs_to_see(corun: Any, fake: FakeRouter) -> None:
     assert corun("generate").code == 2
     assert corun("generate", "x", "--token-ids", 1).code == 2
+    assert "prompt = 'Once upon': must be in quotes" in corun("generate", "Once", "upon").err
     done = corun("generate", PROMPT, "--top-p", 1.5)
     assert (done.code, done.err) == (2, "corun: sampling_params.top_p = 1.5: must be in [1e-09, 1]\n")
     assert not fake.requests
