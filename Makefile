@@ -43,7 +43,10 @@ $(TOOL):
 	@$(PY) -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	@touch $@
 
-$(STAMP): | $(TOOL)
+$(LOCK):
+	@echo "make setup: TARGET must be cpu or gpu, not $(TARGET)" >&2; exit 1
+
+$(STAMP): | $(LOCK) $(TOOL)
 	@owner=$$(cat "$(OWNER)" 2>/dev/null || true); \
 	if [ -n "$$owner" ] && [ "$$owner" != "$(CURDIR)" ] && [ -f "$$owner/pyproject.toml" ]; then \
 		if [ -z "$(filter setup,$(MAKECMDGOALS))" ]; then \

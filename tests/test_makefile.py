@@ -59,6 +59,14 @@ def test_an_environment_of_another_checkout_is_refused_and_kept(checkouts: tuple
     assert (code, "uv pip" in said) == (0, False)
 
 
+def test_a_target_without_a_lock_is_refused_before_anything_is_made(checkouts: tuple[Checkout, Checkout]) -> None:
+    mine, _ = checkouts
+    before = sorted(mine.venv.iterdir())
+    code, said = mine.make("setup", "TARGET=cuda")
+    assert (code, "TARGET must be cpu or gpu, not cuda" in said, "uv" in said) == (2, True, False)
+    assert sorted(mine.venv.iterdir()) == before
+
+
 def test_setup_takes_it_and_says_so(checkouts: tuple[Checkout, Checkout]) -> None:
     mine, other = checkouts
     code, said = other.make("setup")
