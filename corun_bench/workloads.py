@@ -44,6 +44,8 @@ Tokenize = Callable[[str], "list[int]"]
 PAPER = ("in=512,out=256", "in=2048,out=64", "in=128,out=1024", "in=4096,out=128", "burstgpt", "blazedit")
 """The paper's six configurations (Fig. "throughput"). The paper's text names BurstGPT, Blazedit and 4096/128. The other
 three lengths are only in its figure; here they are those that the project measures (docs/benchmarks.md)."""
+FORMS = "in=TOKENS,out=TOKENS or burstgpt, sharegpt, blazedit, each with ,rl=PROMPTSxSAMPLES if wanted; or paper"
+"""The forms of a workload's name, for errors."""
 MAX_LENGTH = 2**20
 """The most tokens of a length; more is taken for a typing error."""
 MAX_SAMPLES = 2**16
@@ -105,7 +107,7 @@ def parse(spec: str) -> Spec:
     for part in spec.split(","):
         key, has_value, value = (text.strip() for text in part.partition("="))
         if not key or (has_value and not value) or (not has_value and key not in _OPTIONS):
-            raise InvalidArgumentError("workloads", spec, f"{part.strip()!r} must be KEY=VALUE")
+            raise InvalidArgumentError("workloads", spec, f"{part.strip()!r} must be KEY=VALUE in {FORMS}")
         if key in fields:
             raise InvalidArgumentError("workloads", spec, f"names {key!r} twice")
         fields[key] = value
@@ -118,7 +120,7 @@ def parse(spec: str) -> Spec:
         limit = f"{unknown[0]!r} is no part of a {kind} workload, which has {', '.join(sorted(_OPTIONS[kind]))}"
         raise InvalidArgumentError("workloads", spec, limit)
     if kind == "synthetic" and not {"in", "out"} <= set(fields):
-        raise InvalidArgumentError("workloads", spec, "must be in=TOKENS,out=TOKENS or burstgpt, sharegpt, blazedit")
+        raise InvalidArgumentError("workloads", spec, f"must be {FORMS}")
     rollout = fields.get("rl", "")
     prompts, _, samples = rollout.partition("x")
     return Spec(

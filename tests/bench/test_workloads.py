@@ -49,6 +49,7 @@ def test_a_spec_is_read_in_full() -> None:
         ("", "must be KEY=VALUE"),
         ("in=5", "must be in=TOKENS,out=TOKENS"),
         ("rl=4x4", "must be in=TOKENS,out=TOKENS"),
+        ("in=abc", "each with ,rl=PROMPTSxSAMPLES if wanted; or paper"),
         ("in=0,out=5", "in = '0': must be a number in"),
         ("in=5,out=9999999", "out = '9999999': must be a number in"),
         ("in=5,out=٣", "out = "),
