@@ -212,9 +212,10 @@ def look(spec: ClusterSpec, machine: Machine | None = None, weigh: Callable[[str
         memory = len(nodes) * PROCESS_BYTES + (0 if is_on_gpu else in_memory)
         has = f"{_gib(machine.memory)} free"
         found.append(_finding("memory", f"about {_gib(memory)}", has, machine.memory >= memory))
-    cores = 1 if is_on_gpu else len(nodes)
-    needs = f"{cores}, one a CPU node" if cores > 1 else "1"
-    found.append(_finding("cores", needs, str(machine.cores), machine.cores >= cores, "slow"))
+    threads = [1] if is_on_gpu else [pool.config(role).threads or 1 for pool, role in nodes]
+    needs = f"{sum(threads)}, one a thread of the CPU nodes" if sum(threads) > 1 else "1"
+    otherwise: Literal["slow", "fails"] = "fails" if max(threads) > machine.cores else "slow"
+    found.append(_finding("cores", needs, str(machine.cores), machine.cores >= sum(threads), otherwise))
     has = f"{_gib(machine.shared_memory)} free"
     found.append(_finding("/dev/shm", _gib(SHARED_BYTES), has, machine.shared_memory >= SHARED_BYTES))
     is_enough = machine.open_files >= OPEN_FILES

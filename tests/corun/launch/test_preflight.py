@@ -65,6 +65,13 @@ def test_what_is_not_there_is_named(change: dict[str, Any], failing: list[str], 
     assert [one.what for one in found(machine).values() if one.state == "slow"] == slow
 
 
+def test_a_node_with_more_threads_than_cores_does_not_start() -> None:
+    assert fails(LAPTOP, wanted=spec({"threads": 3})) == ["cores"]
+    assert found(LAPTOP, wanted=spec({"threads": 2}))["cores"].state == "slow"
+    assert found(LAPTOP, wanted=spec({"threads": 1}))["cores"].state == "ok"
+    assert fails(H200, wanted=spec({"threads": 99})) == []
+
+
 def test_gpus_are_shared_by_nodes_and_engines() -> None:
     assert found(H200, QWEN)["GPU memory of main"].has == "63.0 GiB a node"  # Half of 0.9 of it.
     assert fails(replace(H200, gpus=(24 * GIB,)), QWEN) == ["GPU memory of main"]
