@@ -181,9 +181,12 @@ class PoolSpec:
             raise InvalidArgumentError(self.where(role, error.field), error.value, error.limit) from None
 
     def ports(self, role: str, index: int) -> dict[str, int]:
-        """Return the ports that are not 0 of the process number `index` of a role, from 0, by their settings."""
+        """Return the ports that are not 0 of the process number `index` of a role, from 0, by their settings.
+
+        `port` is the first: it has a default, so another one must give way to it.
+        """
         config = self.config(role)
-        names = (known.name for known in fields(config) if known.name == "port" or known.name.endswith("_port"))
+        names = ["port", *(known.name for known in fields(config) if known.name.endswith("_port"))]
         return {name: port + index for name in names if (port := getattr(config, name))}
 
     @property

@@ -162,7 +162,8 @@ def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int
                 atexit.register(held.pop_all().close)
         except (OSError, OverflowError) as error:
             if not tries_left:
-                limit = f"cannot be listened on at {host}: {error}"
+                reason = error.strerror if isinstance(error, OSError) else error
+                limit = f"cannot be listened on at {host}: {reason}; choose another one, or 0 for any"
                 raise InvalidArgumentError(where, port, limit) from error
         else:
             return first

@@ -222,6 +222,12 @@ def test_a_pool_survives_its_way_through_a_file(file: Path) -> None:
         assert [found.count(role) for role in CONFIGS] == [each.count(role) for role in CONFIGS]
 
 
+def test_the_port_that_was_given_gives_way_to_the_default() -> None:
+    pool = PoolSpec(common={"model": "m"}, router={"metrics_port": RouterConfig().port})
+    with pytest.raises(InvalidArgumentError, match="metrics_port = 50051: must leave 50051 to port, or be 0"):
+        ClusterSpec(pools=(pool,)).check()
+
+
 def test_two_pools_share_no_port(file: Path) -> None:
     two = '[pools.a]\nmodel = "m"\n[pools.b]\nmodel = "m"\n'
     with pytest.raises(InvalidArgumentError, match=r"\[pools.b.router\] port = 50051: must leave 50051 to .*pools.a"):
