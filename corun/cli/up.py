@@ -146,7 +146,7 @@ class Up:
         security = {known.name: value for known in fields(Security) if (value := getattr(self.security, known.name))}
         if self.file is not None:
             for name, value in {**given, **security}.items():
-                raise InvalidArgumentError(name, value, f"must be left out: {self.file} says it")
+                raise InvalidArgumentError(name, value, f"must be left out beside {self.file}, where it belongs")
             return read(self.file)
         if self.allow_kills and self.http is None:
             raise InvalidArgumentError("allow_kills", True, "needs http: the playground is a page of the gateway")
@@ -243,7 +243,7 @@ def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
         name, _, number = word.partition("=")
         pool, _, role = name.rpartition(".")
         if role not in ROLES or not (number.isascii() and number.removeprefix("-").isdigit()):
-            raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(ROLES)}")
+            raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(NODES)}")
         check_replicas(role, int(number), name)
         pools.add(pool)
         counts[role] = int(number)

@@ -122,7 +122,7 @@ def test_check_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("flags", [["--slots", "256"], ["--port", "0"], ["--insecure"], ["--model", "tiny"]])
 def test_a_file_and_its_flags_do_not_mix(flags: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", str(file), *flags]) == 2
-    assert f"must be left out: {file} says it" in capsys.readouterr().err
+    assert f"must be left out beside {file}, where it belongs" in capsys.readouterr().err
 
 
 def test_a_model_is_fetched_before_the_cluster_starts_and_elsewhere_by_its_nodes(

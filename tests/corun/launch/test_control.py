@@ -151,7 +151,7 @@ def test_counts() -> None:
         ((), "must name a role"),
         (("prefill",), r"counts = 'prefill': must be \[POOL.\]ROLE=N"),
         (("prefill=many",), "must be"),
-        (("gateway=1",), "with a role of router, prefill, decode, colocated"),
+        (("gateway=1",), "with a role of prefill, decode, colocated"),
         (("a.decode=-1",), "a.decode = -1: must be at least 0"),
         (("a.router=0",), "a.router = 0: must be at least 1"),
         (("a.decode=1", "b.decode=1"), "must be of one pool at a time"),
