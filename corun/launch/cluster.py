@@ -143,7 +143,7 @@ class Cluster:
             for pool in self._pools.values():
                 made = (Client(address, tls=security.tls, token=security.cluster_token()) for address in pool.addresses)
                 pool.clients = tuple(stack.enter_context(client) for client in made)
-            control = Control(self._spec)
+            control = Control(self._spec, is_alone=not self._is_spread)
             stack.enter_context(noted(control.name))
             while not signals.count:
                 if time.monotonic() > deadline and not self.is_ready:

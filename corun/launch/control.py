@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from corun.config.cluster_file import ClusterSpec
-from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
-from corun.launch import runtime
+from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError
+from corun.launch import preflight, runtime
 from corun.launch.members import ROUTER, ProcessSpec
 
 _POLL_S = 0.2
@@ -41,10 +41,14 @@ class ScaleStatus:
 
 
 class _Board:
-    """The actor with the wanted cluster. It lives as long as the `corun up` that made it."""
+    """The actor with the wanted cluster. It lives as long as the `corun up` that made it, on the same machine.
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    is_alone: all nodes run on this machine, so its memory is theirs. What other machines have is not known here.
+    """
+
+    def __init__(self, spec: ClusterSpec, is_alone: bool) -> None:
         self._wanted = spec
+        self._is_alone = is_alone
         self._status = ScaleStatus(spec=spec)
 
     def read(self) -> tuple[ClusterSpec, ScaleStatus]:
@@ -58,10 +62,12 @@ class _Board:
             if ROUTER in counts:
                 limit = "cannot change while it serves: nodes and clients know the routers by their addresses"
                 raise InvalidArgumentError(ROUTER, counts[ROUTER], limit)
-            self._wanted = before.scaled(name, counts)
+            wanted, text = before.scaled(name, counts), in_words(before, name, counts)
+            if self._is_alone and (lack := preflight.lacking_memory(before, wanted)):
+                raise InvalidArgumentError("counts", Shown(text), lack)
         except InvalidArgumentError as error:
             return error
-        text = in_words(before, name, counts)
+        self._wanted = wanted
         return Change(pool=name, counts=counts, text=text, had_failed=tuple(self._status.failed))
 
     def report(self, status: ScaleStatus) -> ClusterSpec:
@@ -71,12 +77,13 @@ class _Board:
 
 
 class Control:
-    """The `corun up` side of the actor. spec: the cluster that is wanted at first."""
+    """The `corun up` side of the actor. spec: the cluster that is wanted at first. is_alone: all nodes run on this
+    machine."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, *, is_alone: bool) -> None:
         self.name = _PREFIX + secrets.token_hex(4)
         here = runtime.on(runtime.api().get_runtime_context().get_node_id())
-        self._board = runtime.api().remote(_Board).options(name=self.name, num_cpus=0, **here).remote(spec)
+        self._board = runtime.api().remote(_Board).options(name=self.name, num_cpus=0, **here).remote(spec, is_alone)
         self._question: Any = None
 
     def report(self, status: ScaleStatus) -> ClusterSpec | None:

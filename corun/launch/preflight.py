@@ -1,4 +1,5 @@
-"""Whether a cluster would start on this machine: what it needs, and what the machine has. `corun up --check` shows it.
+"""Whether a cluster would start on this machine: what it needs, and what the machine has. `corun up --check` shows it,
+and `corun scale` asks for the memory.
 
 This module starts nothing, loads nothing and imports nothing heavy. The memory that is needed is an estimate from the
 size of the weights.
@@ -12,7 +13,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -93,22 +94,27 @@ class Finding:
 def here() -> Machine:
     """Return what this machine has now."""
     engine = installed_engine()
+    return Machine(
+        engine=engine,
+        engine_version=metadata.version(ENGINES[engine]) if engine else "",
+        missing=tuple(name for name in PACKAGES if importlib.util.find_spec(name) is None),
+        gpus=tuple(_gpu_memories()),
+        memory=_free_memory(),
+        shared_memory=_free("/dev/shm"),
+        cores=len(os.sched_getaffinity(0)),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+    )
+
+
+def _free_memory() -> int:
+    """Return the bytes of main memory that are still available, within the limit of the container."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory = [int(meminfo["MemAvailable"].split()[0]) * 1024]
     for limit, used in _CONTAINER:
         with suppress(OSError, ValueError):  # "max" is no limit.
             at = Path("/sys/fs/cgroup")
             memory.append(max(0, int((at / limit).read_text()) - int((at / used).read_text())))
-    return Machine(
-        engine=engine,
-        engine_version=metadata.version(ENGINES[engine]) if engine else "",
-        missing=tuple(name for name in PACKAGES if importlib.util.find_spec(name) is None),
-        gpus=tuple(_gpu_memories()),
-        memory=min(memory),
-        shared_memory=_free("/dev/shm"),
-        cores=len(os.sched_getaffinity(0)),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-    )
+    return min(memory)
 
 
 def _gpu_memories() -> Iterator[int]:
@@ -207,9 +213,7 @@ def look(spec: ClusterSpec, machine: Machine | None = None, weigh: Callable[[str
     is_on_gpu = machine.engine == "gpu"
     nodes = [(pool, role) for pool in spec.pools for role in NODES for _ in range(pool.count(role))]
     if len(loaded) == len(spec.pools):  # Otherwise the finding about the model says that its size is not known.
-        # CPU engines keep weights and KV in the main memory.
-        in_memory = sum(loaded[pool.name] + pool.config(role).kv_cache_gib * GIB for pool, role in nodes)
-        memory = len(nodes) * PROCESS_BYTES + (0 if is_on_gpu else in_memory)
+        memory = _memory(nodes, loaded, is_on_gpu)
         has = f"{_gib(machine.memory)} free"
         found.append(_finding("memory", f"about {_gib(memory)}", has, machine.memory >= memory))
     threads = [1] if is_on_gpu else [pool.config(role).threads or 1 for pool, role in nodes]
@@ -222,6 +226,35 @@ def look(spec: ClusterSpec, machine: Machine | None = None, weigh: Callable[[str
     found.append(_finding("open files", f"{OPEN_FILES} a process", str(machine.open_files), is_enough, "slow"))
     taken = [*_taken_ports(spec)]
     return [*found, _finding("ports", "free ones", "; ".join(taken) or "free", not taken)]
+
+
+def lacking_memory(
+    before: ClusterSpec, after: ClusterSpec, free: int | None = None, weigh: Callable[[str], Weights] = weights
+) -> str:
+    """Return what a running cluster lacks of this machine's memory for the nodes that `after` has more; empty: nothing.
+
+    free: the bytes that are available; None: what this machine has now. Where a model's size is not known, nothing is.
+    """
+    nodes = [
+        (pool, role)
+        for pool in after.pools
+        for role in NODES
+        for _ in range(before.pool(pool.name).count(role), pool.count(role))
+    ]
+    names = {pool.name for pool, _ in nodes}
+    sizes = {pool.name: _model(pool, weigh)[1] for pool in after.pools if pool.name in names}
+    loaded = {name: size for name, size in sizes.items() if size is not None}
+    if len(loaded) < len(names):
+        return ""
+    needs, free = _memory(nodes, loaded, installed_engine() == "gpu"), _free_memory() if free is None else free
+    return f"needs about {_gib(needs)} of memory more, and this machine has {_gib(free)} free" if needs > free else ""
+
+
+def _memory(nodes: Sequence[tuple[PoolSpec, str]], loaded: Mapping[str, int], is_on_gpu: bool) -> int:
+    """Return the main memory in bytes that nodes need. loaded: the bytes of the weights of each pool."""
+    # CPU engines keep weights and KV in the main memory.
+    in_memory = sum(loaded[pool.name] + pool.config(role).kv_cache_gib * GIB for pool, role in nodes)
+    return len(nodes) * PROCESS_BYTES + (0 if is_on_gpu else in_memory)
 
 
 def failing(found: Sequence[Finding]) -> list[str]:
@@ -250,8 +283,8 @@ def _gpus(spec: ClusterSpec, machine: Machine, loaded: dict[str, int]) -> Iterat
     gpus = machine.gpus
     if machine.engine != "gpu":
         unused = f", unused; {how_to_get('gpu')}" if gpus else ""
-        needs = f"none: {'the engine is for CPUs' if machine.engine else 'there is no engine yet'}"
-        yield _finding("GPUs", needs, f"{len(gpus)}{unused}")
+        why = "the engine is for CPUs" if machine.engine else "there is no engine yet"
+        yield _finding("GPUs", f"none: {why}", f"{len(gpus)}{unused}")
         return
     try:
         shares = on_own(spec.pools, gpus=len(gpus), cores=(), needs_gpus=True).gpus

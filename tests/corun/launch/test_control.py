@@ -15,6 +15,7 @@ from corun.cli import main
 from corun.cli.up import parse_counts
 from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.launch import preflight
 from corun.launch.control import Change, Note, ScaleStatus, _Board, in_words, latest
 from corun.launch.members import ProcessSpec, members
 
@@ -81,7 +82,7 @@ def scale(board: _Board, **counts: int) -> Change:
 
 
 def test_a_change_is_done_once_its_nodes_are_as_wanted() -> None:
-    board = _Board(cluster())
+    board = _Board(cluster(), is_alone=False)
     change = scale(board, prefill=2, decode=1)
     assert change.text == "prefill 1 → 2, decode 2 → 1"
     assert not change.is_done(*board.read())  # `corun up` has not seen it.
@@ -95,7 +96,7 @@ def test_a_change_is_done_once_its_nodes_are_as_wanted() -> None:
 
 
 def test_nodes_of_other_roles_and_those_that_failed_before_do_not_count() -> None:
-    board = _Board(cluster())
+    board = _Board(cluster(), is_alone=False)
     failed = dict.fromkeys(nodes(cluster(), "decode-1"), "exit code 1")
     board.report(ScaleStatus(spec=cluster(), failed=failed))
     prefill, decode = scale(board, prefill=2), scale(board, decode=3)
@@ -110,7 +111,7 @@ def test_nodes_of_other_roles_and_those_that_failed_before_do_not_count() -> Non
 
 
 def test_who_is_overtaken_by_other_numbers_hears_it() -> None:
-    board = _Board(cluster())
+    board = _Board(cluster(), is_alone=False)
     first, other = scale(board, decode=3), scale(board, prefill=2)
     assert not first.is_done(*board.read())
     scale(board, decode=1)
@@ -128,11 +129,19 @@ def test_who_is_overtaken_by_other_numbers_hears_it() -> None:
     ],
 )
 def test_numbers_that_are_refused_change_nothing(pool: str, counts: dict[str, int], message: str) -> None:
-    board = _Board(cluster())
+    board = _Board(cluster(), is_alone=False)
     refused = board.change(pool, counts)
     assert isinstance(refused, InvalidArgumentError)
     assert message in str(refused)
     assert board.read()[0] == cluster()
+
+
+def test_nodes_that_this_machine_has_no_memory_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "lacking_memory", lambda *_: "needs about 9.0 GiB of memory more")
+    alone, spread = _Board(cluster(), is_alone=True), _Board(cluster(), is_alone=False)
+    assert str(alone.change("", {"decode": 3})) == "counts = decode 2 → 3: needs about 9.0 GiB of memory more"
+    assert alone.read()[0] == cluster()
+    assert isinstance(spread.change("", {"decode": 3}), Change), "other machines' memory is not known"
 
 
 def test_the_pool_is_named_where_there_are_several() -> None:

@@ -15,7 +15,7 @@ from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.config.extras import VLLM_VERSION
 from corun.errors import UnavailableError
 from corun.launch import preflight
-from corun.launch.preflight import GIB, MIB, Finding, Machine, Weights, failing, look, weights
+from corun.launch.preflight import GIB, MIB, Finding, Machine, Weights, failing, lacking_memory, look, weights
 
 LAPTOP = Machine(
     engine="cpu", engine_version=VLLM_VERSION, memory=16 * GIB, shared_memory=GIB, cores=2, open_files=1 << 20
@@ -45,6 +45,17 @@ def test_what_models_need() -> None:
     twice = spec({"dtype": "float32"})  # Weights grow with their type.
     assert found(LAPTOP, QWEN, twice)["memory"].needs == "about 69.0 GiB"
     assert found(H200, QWEN, twice)["GPU memory of main"].needs == "about 34.0 GiB a node"
+
+
+def test_more_nodes_need_more_memory() -> None:
+    def lacking(free: int, **replicas: int) -> str:
+        before = spec(replicas={"prefill": 1, "decode": 2})
+        return lacking_memory(before, spec(replicas=replicas), free, lambda model: QWEN)
+
+    assert lacking(0, prefill=1, decode=1) == "", "there are less"
+    assert lacking(56 * GIB, prefill=2, decode=4) == ""  # 3 more, of 18.5 GiB each.
+    told = "needs about 55.5 GiB of memory more, and this machine has 20.0 GiB free"
+    assert lacking(20 * GIB, prefill=2, decode=4) == told
 
 
 @pytest.mark.parametrize(
