@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -179,10 +180,14 @@ def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, time
         change: Change | InvalidArgumentError = _get(board.change.remote(pool, counts))
         if isinstance(change, InvalidArgumentError):
             raise change
-        while not change.is_done(*_get(board.read.remote())):
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"not done within {timeout_s:g} s; corun up goes on with it, and says how")
-            time.sleep(_POLL_S)
+        try:
+            while not change.is_done(*_get(board.read.remote())):
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"not done within {timeout_s:g} s; corun up goes on with it, and says how")
+                time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            print(f"corun up goes on with it: {change.text}", file=sys.stderr)
+            raise
     return change.text
 
 

@@ -134,11 +134,12 @@ def started(address: str | None, signals: StopSignals) -> Iterator[None]:
 
 @contextmanager
 def joined(address: str, host: str = "") -> Iterator[None]:
-    """Join a running Ray for as long as the block runs. host: the address of this machine in that Ray; empty: Ray finds
-    the address itself."""
+    """Join a running Ray for as long as the block runs, in which SIGTERM ends this process as Ctrl-C does. host: the
+    address of this machine in that Ray; empty: Ray finds the address itself."""
     # A Ray on loopback was started by `started`. Ray keeps the loopback address only with the same environment.
     os.environ.update(_RAY_ENVIRONMENT | _LOCAL_RAY_ENVIRONMENT if host == LOOPBACK else _RAY_ENVIRONMENT)
     _init(address, {"_node_ip_address": host} if host else {})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's handler prints the stack of its own code.
     try:
         yield
     finally:

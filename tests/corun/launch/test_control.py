@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from corun.cli import main
 from corun.cli.up import parse_counts
 from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.launch import preflight
+from corun.launch import control, preflight
 from corun.launch.control import Change, Note, ScaleStatus, _Board, in_words, latest
 from corun.launch.members import ProcessSpec, members
 
@@ -142,6 +145,24 @@ def test_nodes_that_this_machine_has_no_memory_for_are_refused(monkeypatch: pyte
     assert str(alone.change("", {"decode": 3})) == "counts = decode 2 → 3: needs about 9.0 GiB of memory more"
     assert alone.read()[0] == cluster()
     assert isinstance(spread.change("", {"decode": 3}), Change), "other machines' memory is not known"
+
+
+def test_an_interrupted_wait_says_that_the_change_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = _Board(cluster(), is_alone=False)
+
+    def get(question: Any) -> Any:
+        if isinstance(question, Change):
+            return question
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(control.runtime, "joined", lambda *_: nullcontext())
+    remote = SimpleNamespace(change=SimpleNamespace(remote=board.change), read=SimpleNamespace(remote=board.read))
+    monkeypatch.setattr(control, "_find_board", lambda name: remote)
+    monkeypatch.setattr(control, "_get", get)
+    assert main(["scale", "decode=3", "--ray-address", "auto"]) == 130
+    assert capsys.readouterr().err == "corun up goes on with it: decode 2 → 3\n"
 
 
 def test_the_pool_is_named_where_there_are_several() -> None:
