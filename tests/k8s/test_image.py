@@ -108,7 +108,7 @@ def test_what_an_image_keeps(prune: Any) -> None:
     ("extras", "gone", "modules", "error"),
     [
         ("router,tracing", [], "router.__main__, corun.observe.tracing", ""),
-        ("router,tracing", ["tokenizers"], "router.__main__", "No module named 'tokenizers'"),
+        ("router,tracing", ["tokenizers"], "router.__main__", "needs package tokenizers"),
         ("router", [], "corun.gateway.app, corun.cli.issue_certs", ""),
         ("bench", [], "corun_bench.report", ""),
     ],
