@@ -71,19 +71,13 @@ def test_nothing_is_known_against_a_compiled_engine(changes: dict[str, Any]) -> 
         ({"modules": (Linear(), Router())}, "its router (GateLinear)"),
         ({"head_size": 64}, "its heads have 64 numbers"),
         ({"use_mla": True, "mode": "NONE"}, "norms run eagerly"),
+        ({"use_mla": True, "head_size": 576}, "MLA computes contexts, and prompts of few tokens, in other ways"),
     ],
 )
 def test_what_is_known_refuses_all(changes: dict[str, Any], reason: str) -> None:
     found = refused(*engine(**changes))
     assert found.keys() == ALL
     assert all(reason in words for words in found.values())
-
-
-def test_mla_may_not_pack_since_its_contexts_meet_in_a_step() -> None:
-    """Its heads are none of FlashAttention's plain ones; whether it may cut, steps show."""
-    found = refused(*engine(use_mla=True, head_size=576))
-    assert found.keys() == {Freedom.PACKED}
-    assert "how many contexts share the step" in found[Freedom.PACKED]
 
 
 def test_vllm_has_what_is_read() -> None:

@@ -23,16 +23,13 @@ def refused(config: Any, model: Any) -> dict[Freedom, str]:
 
     config: the engine's `VllmConfig`. model: the loaded module.
     """
-    found: dict[Freedom, str] = {}
-    if contexts := _of_contexts(config):
-        found[Freedom.PACKED] = contexts
-    if reason := next(_of_all(config, model), ""):
-        found = dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED, Freedom.SCORES), reason)
-    return found
+    if reason := next(_reasons(config, model), ""):
+        return dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED, Freedom.SCORES), reason)
+    return {}
 
 
-def _of_all(config: Any, model: Any) -> Iterator[str]:
-    """Yield the reasons that concern every freedom of a prefill node."""
+def _reasons(config: Any, model: Any) -> Iterator[str]:
+    """Yield the reasons, each of which concerns every freedom of a prefill node."""
     compilation = config.compilation_config
     if compilation.mode.name != "VLLM_COMPILE" or compilation.backend != "inductor":
         yield "norms run eagerly, and vLLM's own kernels for them follow the number of rows"
@@ -45,15 +42,12 @@ def _of_all(config: Any, model: Any) -> Iterator[str]:
     if any(GATE in {kind.__name__ for kind in type(module).__mro__} for module in model.modules()):
         yield f"its router ({GATE}) has other kernels for few rows"
     model_config = config.model_config
-    if not model_config.use_mla and (size := model_config.get_head_size()) not in HEAD_SIZES:
+    if model_config.use_mla:
+        # vllm/model_executor/layers/attention/mla_attention.py: `forward_mqa`, `build_mla_chunked_context_metadata`.
+        # The pieces of a context follow from how many contexts the step has. What has at most 512 tokens is computed
+        # like rows, by batches of matrices, whose kernels are not looked at for every number of rows. And vLLM 0.26
+        # takes the first prompts of a step for those with context, in whichever order its runner has them.
+        yield "MLA computes contexts, and prompts of few tokens, in other ways by what else is in the step"
+    elif (size := model_config.get_head_size()) not in HEAD_SIZES:
         sizes = " and ".join(map(str, HEAD_SIZES))
         yield f"its heads have {size} numbers: attention's tiles are known not to follow the query length for {sizes}"
-
-
-def _of_contexts(config: Any) -> str:
-    """Return why several prompts with context must not share a step; empty if they may.
-
-    MLA computes contexts in pieces of its workspace divided by the number of contexts in the step, and multiplies the
-    contexts of all prompts together, with as many rows as they have tokens (attention/mla_attention.py).
-    """
-    return "MLA cuts a prompt's context by how many contexts share the step" if config.model_config.use_mla else ""
