@@ -24,6 +24,8 @@ from corun.types import NodeRole
 STEP_MS = 10.0
 WRONG = "wrong-bits"
 """The name of a file. While it lies beside the model, decode nodes that start draw other bits."""
+HELD = "held"
+"""The name of a file. While it lies beside the model, no node is done with loading."""
 
 
 class Files:
@@ -78,6 +80,8 @@ async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None
         assert isinstance(config, PrefillConfig)
         made = prefill_role(config, ref, kv)
     async with observed(config) as observation:
+        while (model / HELD).exists():
+            await asyncio.sleep(0.05)
         await live_and_leave(config, [made], stop, observation)
 
 

@@ -11,7 +11,7 @@ from corun.processes import living
 from corun.testing.model import write_tokenizer
 from tests.chaos.fakes import known_cases
 from tests.fleet.hosts import Hosts, Up, hosts, up, wait_for
-from tests.fleet.nodes import WRONG
+from tests.fleet.nodes import HELD, WRONG
 from tests.fleet.streams import Streams, streaming
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,17 +68,19 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path, m
             fleet.stop()
 
 
-@pytest.mark.usefixtures("model")
-def test_nodes_that_share_a_gpu_start_side_by_side(tmp_path: Path) -> None:
+def test_nodes_that_share_a_gpu_start_side_by_side(tmp_path: Path, model: Path) -> None:
     """Each counts its own memory alone, so none has to wait until another one has loaded."""
+    (model / HELD).touch()
     with hosts(tmp_path) as ray:
         ray.add(a=1)
         with up(ray, TOML.replace("drain_grace_s", "nodes_per_gpu = 3\ndrain_grace_s")) as fleet:
-            assert fleet.address
             names = ("prefill-0", "decode-0", "decode-1")
-            runs = [fleet.wait_for(rf"\] {name}: process ").start() for name in names]
-            has_loaded = [fleet.wait_for(rf"\] {name} in cluster: ").start() for name in names]
-            assert max(runs) < min(has_loaded)
+            for name in names:
+                fleet.wait_for(rf"\] {name}: process ")
+            assert " in cluster: " not in fleet.output
+            (model / HELD).unlink()
+            for name in names:
+                fleet.wait_for(rf"\] {name} in cluster: ")
             assert {fleet.host(name) for name in names} == {"a"}
             fleet.stop()
 
