@@ -15,8 +15,6 @@ from corun.errors import CorunError, InvalidArgumentError
 
 try:
     with needs_extra("python -m router", "router"):
-        import uvloop
-
         from corun.observe import tracing
         from corun.rpc.server import raise_file_limit, run
         from router.app import Router
@@ -50,7 +48,6 @@ def main() -> None:
             print(f"{SEED_KEY_VARIABLE}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
     raise_file_limit()
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(lambda stop: serve(config, stop))
 
 

@@ -11,7 +11,6 @@ import ssl
 import time
 from typing import Any
 
-import uvloop
 from aiohttp import web
 from aiohttp.log import server_logger
 
@@ -210,7 +209,6 @@ def main(config: GatewayConfig) -> None:
     config.check_files()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run_command(lambda stop: serve(config, stop))
 
 
