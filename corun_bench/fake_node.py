@@ -20,7 +20,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import uvloop
 
 from corun.node.membership import NodeAgent
 from corun.rpc import codec
@@ -199,7 +198,6 @@ def main() -> None:
 
     raise_file_limit()
     gc.disable()  # Pauses would count for the router, or make the bare path late. The process lives for a minute.
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(live)
 
 
