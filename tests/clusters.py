@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
+import pytest
 
 from corun.config.fields import RouterConfig
 from corun.errors import UnavailableError, from_rpc_error
@@ -17,6 +18,7 @@ from corun.rpc.channel import OPEN, Access, channel
 from corun.testing.cluster import WAIT_S, LocalCluster, router_config
 from corun.types import ClusterStatus
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc
+from router import service
 
 
 class FakeCluster(LocalCluster):
@@ -102,6 +104,14 @@ async def send(
     if any(output.receipt is None for output in outputs):
         raise UnavailableError("the stream ended before every sample had its receipt")
     return outputs
+
+
+@contextlib.contextmanager
+def short_calls(limit_s: float = 1.0) -> Iterator[None]:
+    """Let the router give up what begins here soon. Clients hear why, since their own deadlines are far."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "LONGEST_CALL_S", limit_s)
+        yield
 
 
 def retries(fake: FakeCluster) -> dict[str, float]:

@@ -19,7 +19,6 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
 from corun.v1 import cluster_service_pb2 as cluster_pb2
-from router import service
 from router.attempt import Attempt, NodeFaultError, SampleTask
 from router.delivery import Responses
 from router.nodes.node import Placement
@@ -29,7 +28,7 @@ from router.queue import QueueEntry
 from router.request import Request, RunningRequest
 from router.sample import SampleRun
 from tests.answers import put_forward
-from tests.clusters import FakeCluster, cluster
+from tests.clusters import FakeCluster, cluster, short_calls
 from tests.router.asking import PARAMS, PROMPT
 
 SCRIPT = """
@@ -174,10 +173,8 @@ async def late_prefilling(fake: FakeCluster) -> None:
     """It passes in a call to a node, whose error ends the request."""
     prefill, _ = fake.nodes
     async with fake.stub() as stub, prefill.engine.turn:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(service, "ANSWER_S", 1.0)  # So its client hears of it, and does not leave.
-            with pytest.raises(grpc.aio.AioRpcError, match="the deadline passed in an attempt"):
-                await stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=2.0).read()
+        with short_calls(), pytest.raises(grpc.aio.AioRpcError, match="the deadline passed in an attempt"):
+            await stub.Generate(codec.generate_request(PROMPT, PARAMS), timeout=WAIT_S).read()
     await fake.idle()
 
 

@@ -6,6 +6,7 @@ Every `cluster` block ends with the check that nothing is held anywhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -17,9 +18,8 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
 from decode_node.service import DecodeService
-from router import service
 from router.request import Request
-from tests.clusters import cluster, generate
+from tests.clusters import cluster, generate, short_calls
 from tests.fuzz import http2
 from tests.router.asking import PARAMS, PROMPT, check, started
 
@@ -27,10 +27,7 @@ from tests.router.asking import PARAMS, PROMPT, check, started
 class TestCancellation:
     @pytest.mark.parametrize("way", ["call", "connection", "deadline"])
     @pytest.mark.parametrize("stage", ["waiting", "prefilling", "decoding"])
-    async def test_what_a_client_leaves_is_given_back(
-        self, model: str, stage: str, way: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(service, "ANSWER_S", 1.0)
+    async def test_what_a_client_leaves_is_given_back(self, model: str, stage: str, way: str) -> None:
         async with cluster(model, slots=1) as fake:
             p1, d1 = fake.nodes
             d1.engine.step_ms = 20
@@ -50,9 +47,9 @@ class TestCancellation:
                 link.close()
             else:
                 async with fake.stub() as stub:
-                    call = stub.Generate(request, timeout=2.0 if way == "deadline" else WAIT_S)
-                    reading = asyncio.ensure_future(drained(call))
-                    await fake.until(reached)
+                    with short_calls(3.0) if way == "deadline" else contextlib.nullcontext():
+                        reading = asyncio.ensure_future(drained(call := stub.Generate(request, timeout=WAIT_S)))
+                        await fake.until(reached)
                     if way == "call":
                         call.cancel()
                         await asyncio.wait((reading,))
@@ -80,10 +77,9 @@ class TestCancellation:
             return granted
 
         monkeypatch.setattr(DecodeService, "Reserve", answered_late)
-        monkeypatch.setattr(service, "ANSWER_S", 1.0)
         async with cluster(model) as fake:
-            with pytest.raises(DeadlineError):
-                await generate(fake, PROMPT, PARAMS, timeout_s=2.0)
+            with short_calls(), pytest.raises(DeadlineError):
+                await generate(fake, PROMPT, PARAMS)
             assert fake.nodes[1].leases == 1
             may_answer.set()
             await fake.idle()

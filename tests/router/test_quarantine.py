@@ -13,9 +13,8 @@ from corun.testing.engines import FakeDecodeEngine, expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from decode_node.service import DecodeRequest
-from router import service
 from router.output import SampleOutput
-from tests.clusters import FakeCluster, cluster, generate
+from tests.clusters import FakeCluster, cluster, generate, short_calls
 from tests.router.asking import started
 
 PROMPT = (5, 6, 7)
@@ -32,8 +31,7 @@ async def mismatch(fake: FakeCluster, *, at: LocalNode, by: LocalNode) -> None:
         await run
 
 
-async def test_the_nodes_of_both_runs_are_out_until_they_restart(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "ANSWER_S", 1.0)
+async def test_the_nodes_of_both_runs_are_out_until_they_restart(model: str) -> None:
     async with cluster(model, decodes=3, lease_ttl_ms=600) as fake:
         p1, d1, d2, d3 = fake.nodes
         await mismatch(fake, at=d1, by=d2)
@@ -41,8 +39,9 @@ async def test_the_nodes_of_both_runs_are_out_until_they_restart(model: str, mon
         assert status.mismatches == 1
         details = {node.node.ref.node_id: node.detail for node in status.nodes if node.state is NodeState.REFUSED}
         assert details == dict.fromkeys(("p1", "d1", "d2"), "gave other bits for sample 0 of request 'lied'")
-        with pytest.raises(UnavailableError, match=r"no prefill node is in use .*p1 is refused: gave other bits"):
-            await generate(fake, PROMPT, PARAMS, timeout_s=2.0)
+        refusal = r"no prefill node is in use .*p1 is refused: gave other bits"
+        with short_calls(), pytest.raises(UnavailableError, match=refusal):
+            await generate(fake, PROMPT, PARAMS)
         await d2.fall_silent()
         d2.join()  # The same generation may not come back, however it tries.
         with pytest.raises(DataLossError, match="gave other bits for sample 0 of request 'lied': restart it"):

@@ -20,12 +20,11 @@ from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE
 from corun.types import FinishReason, ModelStatus, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import types_pb2
-from router import service
 from router.attempt import Attempt, receipt_of
 from router.clock import loop_time
 from router.output import Output
 from router.request import Request
-from tests.clusters import cluster, generate, retries, send
+from tests.clusters import cluster, generate, retries, send, short_calls
 from tests.router.asking import PARAMS, PROMPT, check, check_all, started, tokenizer_of
 
 
@@ -233,13 +232,12 @@ class TestRefusals:
         ],
     )
     async def test_missing_nodes_are_named(
-        self, model: str, prefills: int, decodes: int, node_wait_s: float, missing: str, monkeypatch: pytest.MonkeyPatch
+        self, model: str, prefills: int, decodes: int, node_wait_s: float, missing: str
     ) -> None:
-        monkeypatch.setattr(service, "ANSWER_S", 1.0)
         async with cluster(model, prefills=prefills, decodes=decodes, node_wait_s=node_wait_s) as fake:
             await fake.until(lambda: len(fake.router.registry.statuses()) == prefills + decodes)
-            with pytest.raises(UnavailableError, match=missing):
-                await generate(fake, PROMPT, timeout_s=2.0)
+            with short_calls(), pytest.raises(UnavailableError, match=missing):
+                await generate(fake, PROMPT)
 
     async def test_requests_wait_for_nodes(self, model: str) -> None:
         async with cluster(model, prefills=0, decodes=0) as fake:

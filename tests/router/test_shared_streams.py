@@ -13,9 +13,8 @@ from corun.rpc import codec
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import expected
 from corun.v1 import cluster_service_pb2 as pb
-from router import service
 from router.delivery import OutputStream
-from tests.clusters import FakeCluster, cluster
+from tests.clusters import FakeCluster, cluster, short_calls
 from tests.fuzz.http2 import Connection, call, hello, widen
 from tests.router.asking import token_of, with_tokens
 
@@ -96,8 +95,7 @@ async def test_a_client_that_reads_nothing_loses_its_requests_one_by_one(model: 
 
 
 @pytest.mark.parametrize("way", ["left", "cancelled", "deadline", "refused"])
-async def test_a_request_that_ends_early_ends_alone(model: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "ANSWER_S", 1.0)
+async def test_a_request_that_ends_early_ends_alone(model: str, way: str) -> None:
     async with cluster(model, slots=4) as fake, AsyncClient(fake.address, timeout_s=WAIT_S) as client:
         fake.nodes[1].engine.step_ms = 4.0
         others = [asyncio.ensure_future(client.generate((5, i), PARAMS, seed=i)) for i in range(3)]
@@ -114,8 +112,8 @@ async def test_a_request_that_ends_early_ends_alone(model: str, way: str, monkey
                 await task
         elif way == "deadline":
             fake.nodes[1].engine.step_ms = 20.0
-            with pytest.raises(DeadlineError, match="deadline"):
-                await client.generate((7,), LONG, timeout_s=1.5)
+            with short_calls(), pytest.raises(DeadlineError, match="deadline"):
+                await client.generate((7,), LONG)
         else:
             with pytest.raises(InvalidArgumentError) as caught:
                 await client.generate([10**6], PARAMS)
