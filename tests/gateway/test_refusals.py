@@ -17,7 +17,8 @@ from corun.gateway.failures import response_of
 from corun.gateway.requests import _FIXED_OF_COMPLETIONS as FIXED_FIELDS
 from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
-from tests.clusters import cluster
+from tests.answers import put_forward
+from tests.clusters import cluster, short_calls
 from tests.gateway.serving import PROMPT, serving, with_tokens
 from tests.secrets import Secrets
 
@@ -249,7 +250,7 @@ async def test_without_a_cluster_it_is_unavailable(model: str) -> None:
 
 
 async def test_a_deadline_is_504_before_the_first_token_and_an_event_after_it(model: str) -> None:
-    async with cluster(model) as fake, serving(fake, timeout_s=1.0) as http:
+    async with cluster(model) as fake, serving(fake, timeout_s=WAIT_S) as http:
         decode = next(node for node in fake.nodes if node.info.ref.node_id == "d1")
         async with http.session.post(
             http.gateway.url + "/v1/completions", json={"prompt": [1], "max_tokens": 500, "stream": True, "seed": 1}
@@ -257,11 +258,13 @@ async def test_a_deadline_is_504_before_the_first_token_and_an_event_after_it(mo
             assert response.status == 200
             await response.content.readuntil(b"\n\n")
             decode.engine.hanging = True
+            put_forward(WAIT_S)
             text = await asyncio.wait_for(response.text(), WAIT_S)
         *_, error, done, rest = text.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == 504
         assert (done, rest) == ("data: [DONE]", "")
-        status, answer, _ = await http.post({"prompt": "a", "stream": True})
+        with short_calls():
+            status, answer, _ = await http.post({"prompt": "a", "stream": True})
         assert (status, answer["error"]["type"]) == (504, "timeout_error")
         decode.engine.hanging = False
 
