@@ -92,6 +92,12 @@ class Clients:
             task.add_done_callback(self._closing.discard)
 
 
+def sent_token(authorization: str) -> str | None:
+    """Return what an Authorization header has after "Bearer", which may be empty; None if it has another scheme."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
 def bearer_token(authorization: str | None) -> str:
     """Return the token of an Authorization header; empty if there is none, or if it cannot be a token of any cluster.
 
@@ -100,11 +106,11 @@ def bearer_token(authorization: str | None) -> str:
     """
     if not authorization:
         return ""
-    scheme, _, token = authorization.strip().partition(" ")
-    if scheme.lower() != "bearer":
+    token = sent_token(authorization)
+    if token is None:
         raise UnauthenticatedError("the header Authorization must be 'Bearer TOKEN'")
     try:
-        return check_token("authorization", token.strip())
+        return check_token("authorization", token)
     except InvalidArgumentError:
         return ""
 

@@ -22,6 +22,7 @@ from corun.errors import (
     UnavailableError,
     shown,
 )
+from corun.gateway.clients import sent_token
 from corun.gateway.errors import STATUSES, body, body_of
 
 CLIENT_IS_GONE = 499
@@ -92,8 +93,7 @@ async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
 
 def _unauthenticated(request: web.Request) -> UnauthenticatedError:
     """Return the refusal of a request's token in HTTP's words: a router's names the metadata of its gRPC call."""
-    scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
-    if scheme.lower() == "bearer" and token:
+    if sent_token(request.headers.get("Authorization", "")):
         return UnauthenticatedError("the token is not one of this cluster's")
     return UnauthenticatedError("send a header 'Authorization: Bearer TOKEN'")
 
