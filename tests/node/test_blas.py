@@ -7,8 +7,9 @@ import ctypes
 import importlib.util
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ class Library:
 
 def product(blas: ModuleType, torch: Any, most: int = 40, n: int = 24, k: int = 16, bias: bool = False) -> Any:
     layer = torch.nn.Linear(k, n, bias=bias, dtype=torch.bfloat16)
-    return blas.Product(n, k, torch.bfloat16, bias, (layer,), most)
+    return blas.Product(n, k, torch.bfloat16, torch.bfloat16, bias, (layer,), most)
 
 
 def test_it_asks_as_torch_does(blas: ModuleType, torch: Any) -> None:
@@ -130,6 +131,14 @@ def test_a_bias_is_part_of_the_question(blas: ModuleType, torch: Any) -> None:
     blas.algorithms(blas.Heuristic(library), wanted)
     asked = library.set[library.asked[0][0]]
     assert (asked[7], asked[8]) == (4, wanted.layers[0].bias.data_ptr())
+
+
+def test_a_product_may_have_results_of_another_type(blas: ModuleType, torch: Any) -> None:
+    """As a router layer has: 16-bit weights, 32-bit scores of experts."""
+    library, wanted = Library(), replace(product(blas, torch), out_dtype=torch.float32)
+    blas.algorithms(blas.Heuristic(library), wanted)
+    _, a, b, c, _ = library.asked[-1]
+    assert [library.layouts[layout][0] for layout in (a, b, c)] == [14, 14, 0]
 
 
 def changed(at: int, value: int) -> tuple[int, ...]:
@@ -186,6 +195,66 @@ def test_every_algorithm_is_compared_at_the_ends_of_its_range(
             blas.check(wanted, found)
 
 
+def latent_attention(torch: Any, heads: int = 2, nope: int = 8, rope: int = 4, rank: int = 16, size: int = 8) -> Any:
+    """The parts of vLLM's layer that multiply by head, with the strides that it gives them."""
+    module = load("vllm.model_executor.layers.attention.mla_attention")
+    layer = torch.nn.Module()
+    sizes = {"num_heads": heads, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "kv_lora_rank": rank}
+    vars(layer).update(**sizes, v_head_dim=size, is_aiter_triton_fp4_bmm_enabled=False)
+    layer.is_aiter_triton_fp8_bmm_enabled, layer.layer_name = False, "attention"
+    layer.quant_config = SimpleNamespace(get_quant_method=lambda *_, **__: object())  # It asks for no default scales.
+    layer.kv_b_proj = torch.nn.Linear(rank, heads * (nope + size), bias=False, dtype=torch.bfloat16)
+    layer.kv_b_proj.quant_method = None
+    module.MLAAttention.process_weights_after_loading(layer, torch.bfloat16)
+    layer._v_up_proj = module.MLAAttention._v_up_proj.__get__(layer)
+    return layer
+
+
+def test_products_by_head_are_compared_at_every_number_of_rows(
+    blas: ModuleType, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bmm` is replaced by one whose rows do not depend on each other, then by one with another order at 20 rows."""
+    seen: dict[int, set[int]] = {16: set(), 8: set()}
+    other: set[tuple[int, int]] = set()
+
+    def bmm(x: Any, weights: Any, out: Any) -> None:
+        (_, number, _), size = x.shape, weights.shape[-1]
+        seen[size].add(number)
+        y = (x.float().unsqueeze(2) * weights.float().transpose(1, 2).unsqueeze(1)).sum(-1)
+        out.copy_(y + 1 if (size, number) in other else y)
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    model = torch.nn.ModuleList(latent_attention(torch) for _ in range(3))
+    with torch.inference_mode():
+        blas.check_by_head(model, 30)
+        assert all(numbers == {*range(1, 31), 256} for numbers in seen.values())
+        for size, name in ((16, "queries_by_head"), (8, "results_by_head")):
+            other.clear()
+            other.add((size, 20))
+            with pytest.raises(blas.RefusedError, match=f"MLA's {name} have other bits among 20 rows than among 256"):
+                blas.check_by_head(model, 30)
+
+
+def test_products_by_head_are_those_of_vllm(blas: ModuleType, torch: Any) -> None:
+    """They are the halves of the weights with which a longer chunk's keys and values are computed."""
+    layer = latent_attention(torch)
+    keys, values = layer.kv_b_proj.weight.view(2, 16, 16).float().split([8, 8], dim=1)
+    x = torch.randn(3, 2, 12, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        found = blas._queries_by_head(layer, x)
+        assert torch.allclose(found.float(), torch.einsum("mhp,hpl->mhl", x[..., :8].float(), keys), atol=0.05)
+        back = blas._results_by_head(layer, found.contiguous())
+        expected = torch.einsum("mhl,hvl->mhv", found.float(), values).flatten(1)
+        assert torch.allclose(back.float(), expected, atol=0.05)
+    text = Path(load("vllm.model_executor.layers.attention.mla_attention").__file__).read_text(encoding="utf-8")
+    assert "torch.bmm(mqa_q_nope, self.W_UK_T, out=mqa_ql_nope)" in text
+
+
+def test_a_model_without_the_products_that_were_looked_for_is_refused(blas: ModuleType, torch: Any) -> None:
+    with pytest.raises(blas.RefusedError, match="no products by head"):
+        blas.check_by_head(torch.nn.ModuleList([torch.nn.Linear(2, 2)]), 8)
+
+
 class UnquantizedLinearMethod:
     pass
 
@@ -208,6 +277,8 @@ def model(torch: Any, *, method: Any = UnquantizedLinearMethod) -> Any:
     made.layers = torch.nn.ModuleList(
         torch.nn.ModuleDict({"a": LinearBase(8, 4), "b": LinearBase(4, 8, True)}) for _ in "12"
     )
+    made.gate = LinearBase(8, 4)
+    made.gate.allow_cublas_router_gemm = True
     made.embed = torch.nn.Embedding(32, 4, dtype=torch.bfloat16)
     made.embed.quant_method = UnquantizedLinearMethod()
     made.lm_head = made.embed
@@ -216,13 +287,26 @@ def model(torch: Any, *, method: Any = UnquantizedLinearMethod) -> Any:
 
 def test_the_products_of_a_model_are_its_linear_layers_by_shape(blas: ModuleType, torch: Any) -> None:
     found = blas.products(model(torch), budget=4096, sequences=64)
-    shapes = [(one.n, one.k, one.has_bias, len(one.layers), one.most_rows) for one in found]
-    assert sorted(shapes) == [(4, 8, True, 2, 4096), (8, 4, False, 2, 4096), (32, 4, False, 1, 64)]
+    shapes = {(one.n, one.k, one.out_dtype, one.has_bias, len(one.layers), one.most_rows) for one in found}
+    half, single = torch.bfloat16, torch.float32
+    assert shapes == {
+        (4, 8, half, True, 2, 4096),
+        (8, 4, half, False, 2, 4096),
+        (8, 4, single, False, 1, 4096),
+        (32, 4, half, False, 1, 64),
+    }
 
 
 def test_layers_whose_kernels_are_not_known_are_refused(blas: ModuleType, torch: Any) -> None:
     with pytest.raises(blas.RefusedError, match=r"layers\.0\.a is computed by Fp8LinearMethod"):
         blas.products(model(torch, method=Fp8LinearMethod), 64, 8)
+
+
+def test_weights_for_which_torch_may_split_k_are_refused(blas: ModuleType, torch: Any) -> None:
+    made = model(torch)
+    made.gate.weight = torch.nn.Parameter(torch.empty(8, 4, dtype=torch.float32))
+    with pytest.raises(blas.RefusedError, match=r"gate has weights of torch\.float32"):
+        blas.products(made, 64, 8)
 
 
 def installed(pattern: str) -> Path:

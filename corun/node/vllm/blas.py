@@ -5,14 +5,18 @@ Owns: the question to cublasLtMatmulAlgoGetHeuristic, asked as torch 2.11 asks i
 split K adds each element's products in one order, whatever its tiles are. NVIDIA does not promise this, hence the
 comparison. Needs a GPU: without one the library gives no handle. Must not know: attention, steps, what follows from a
 finding.
+
+MLA's products by head are so small that they are run at every number of rows instead, which needs no imitation of how
+torch asks about them (`check_by_head`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +29,8 @@ REFERENCE_ROWS = 256
 COMPUTE_32F = 68
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType_t (library_types.h)."""
+WEIGHTS = (torch.float16, torch.bfloat16)
+"""The types of weights for which torch keeps the library from splitting K; with 32 bits it has no switch for that."""
 # The numbers of attributes in cublasLt.h.
 DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER = 3, 4, 7, 8
 EPILOGUE_BIAS = 4
@@ -66,6 +72,7 @@ class Product:
     n: int
     k: int
     dtype: torch.dtype
+    out_dtype: torch.dtype
     has_bias: bool
     layers: tuple[Any, ...]
     """The modules with such a weight, in the model's order."""
@@ -73,6 +80,12 @@ class Product:
 
     def __str__(self) -> str:
         return f"the product with {len(self.layers)} weights of {self.n} x {self.k}"
+
+    def rows(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        """Return the rows for x, [m, k], as vLLM computes them in this layer."""
+        if self.out_dtype != self.dtype:
+            return torch.mm(x, layer.weight.T, out_dtype=self.out_dtype)
+        return torch.nn.functional.linear(x, layer.weight, getattr(layer, "bias", None))
 
 
 class RefusedError(Exception):
@@ -92,12 +105,17 @@ def products(model: torch.nn.Module, budget: int, sequences: int) -> list[Produc
             continue
         if type(method).__name__ not in UNQUANTIZED:
             raise RefusedError(f"{name} is computed by {type(method).__name__}, whose choice of kernels is not known")
-        if module.weight.dtype not in DATA_TYPES:
+        if module.weight.dtype not in WEIGHTS:
             raise RefusedError(f"{name} has weights of {module.weight.dtype}")
         has_bias = getattr(module, "bias", None) is not None
-        key = (*module.weight.shape, module.weight.dtype, has_bias, sequences if is_head else budget)
+        # Router layers may have fp32 results of 16-bit weights (fused_moe/router/gate_linear.py).
+        out_dtype = torch.float32 if getattr(module, "allow_cublas_router_gemm", False) else module.weight.dtype
+        key = (*module.weight.shape, module.weight.dtype, out_dtype, has_bias, sequences if is_head else budget)
         found.setdefault(key, []).append(module)
-    return [Product(n, k, dtype, bias, tuple(layers), most) for (n, k, dtype, bias, most), layers in found.items()]
+    return [
+        Product(n, k, dtype, out_dtype, bias, tuple(layers), most)
+        for (n, k, dtype, out_dtype, bias, most), layers in found.items()
+    ]
 
 
 class Heuristic:
@@ -126,9 +144,9 @@ class Heuristic:
         The library counts columns first: x @ W.T is W (transposed, [k, n]) times x ([k, m]).
         """
         operation = self._operation(product)
-        kind = DATA_TYPES[product.dtype]
+        kind, of_rows = DATA_TYPES[product.dtype], DATA_TYPES[product.out_dtype]
         weight = self._layout(kind, product.k, product.n)
-        x, y = self._layout(kind, product.k, 1), self._layout(kind, product.n, 1)
+        x, y = self._layout(kind, product.k, 1), self._layout(of_rows, product.n, 1)
         try:
             for number in rows:
                 for layout in (x, y):
@@ -227,25 +245,62 @@ def check(product: Product, found: dict[Algorithm, list[int]]) -> None:
 
 
 def _check_layer(product: Product, layer: Any, numbers: Sequence[int]) -> None:
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    generator = torch.Generator(weight.device).manual_seed(product.k)
-    x = torch.empty(max(numbers[-1], REFERENCE_ROWS), product.k, dtype=product.dtype, device=weight.device)
-    x.normal_(generator=generator)
-    expected = torch.cat([_linear(x[at : at + REFERENCE_ROWS], weight, bias, x) for at in range(0, len(x), 256)])
-    differ = [
-        (_bits(torch.nn.functional.linear(x[:number], weight, bias)) != _bits(expected[:number])).any()
-        for number in numbers
-    ]
+    x = _drawn(layer.weight, max(numbers[-1], REFERENCE_ROWS), product.k)
+    _compare(str(product), lambda part: product.rows(part, layer), x, numbers)
+
+
+def check_by_head(model: torch.nn.Module, budget: int) -> None:
+    """Compare MLA's products by head at every number of rows from 1 to `budget`, as `check` does, in the middle layer.
+
+    vLLM computes rows and chunks of up to 512 tokens so, all of a step at once: each head has a matrix of its own for
+    queries, and one for results (model_executor/layers/attention/mla_attention.py: `forward_impl`, `_v_up_proj`).
+
+    Raises RefusedError for a difference, or if there is no such layer.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "W_UK_T")]
+    if not layers:
+        raise RefusedError("MLA has no products by head where they were looked for")
+    layer = layers[len(layers) // 2]
+    sizes = {_queries_by_head: layer.qk_nope_head_dim + layer.qk_rope_head_dim, _results_by_head: layer.kv_lora_rank}
+    for rows, size in sizes.items():
+        x = _drawn(layer.W_UK_T, max(budget, REFERENCE_ROWS), layer.num_heads, size)
+        _compare(f"MLA's {rows.__name__[1:]}", partial(rows, layer), x, range(1, budget + 1))
+
+
+def _queries_by_head(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the queries, [m, heads, size], in the latent space, [m, heads, rank]."""
+    queries = x[..., : layer.qk_nope_head_dim].transpose(0, 1)
+    found = x.new_empty((layer.num_heads, len(x), layer.kv_lora_rank))
+    torch.bmm(queries, layer.W_UK_T, out=found)
+    return found.transpose(0, 1)
+
+
+def _results_by_head(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return attention's results in the latent space, [m, heads, rank], as those of the heads, [m, heads * size]."""
+    found = x.new_empty((len(x), layer.num_heads * layer.v_head_dim))
+    layer._v_up_proj(x, out=found)
+    return found
+
+
+def _drawn(weight: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return normal random numbers of a weight's type, always the same ones."""
+    generator = torch.Generator(weight.device).manual_seed(shape[-1])
+    return torch.empty(shape, dtype=weight.dtype, device=weight.device).normal_(generator=generator)
+
+
+def _compare(name: str, rows: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, numbers: Sequence[int]) -> None:
+    """Compare what `rows` gives for the first rows of x, so many of them, with the same among `REFERENCE_ROWS`."""
+    parts = (x[at : at + REFERENCE_ROWS] for at in range(0, len(x), REFERENCE_ROWS))
+    expected = torch.cat([_reference(rows, part, x) for part in parts])
+    differ = [(_bits(rows(x[:number])) != _bits(expected[:number])).any() for number in numbers]
     for number, differs in zip(numbers, torch.stack(differ).tolist(), strict=True):
         if differs:
-            raise RefusedError(f"rows of {product} have other bits among {number} rows than among {REFERENCE_ROWS}")
+            raise RefusedError(f"rows of {name} have other bits among {number} rows than among {REFERENCE_ROWS}")
 
 
-def _linear(part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Return the products of a part of x, computed with exactly `REFERENCE_ROWS` rows."""
-    if len(part) == REFERENCE_ROWS:
-        return torch.nn.functional.linear(part, weight, bias)
-    return torch.nn.functional.linear(x[-REFERENCE_ROWS:], weight, bias)[-len(part) :]
+def _reference(rows: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the rows for a part of x, computed with exactly `REFERENCE_ROWS` rows."""
+    return rows(part) if len(part) == REFERENCE_ROWS else rows(x[-REFERENCE_ROWS:])[-len(part) :]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
