@@ -17,7 +17,7 @@ from corun import strict_json
 from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole, from_plain
 
-CONTRACT_VERSION = 11
+CONTRACT_VERSION = 12
 """The version of the contract's form: of its fields, and of the rules that the cluster's own code gives names to.
 
 It grows with each change of this project after which equal nodes have other fingerprints. CHANGELOG.md has a table of

@@ -84,7 +84,7 @@ def test_what_moves_every_fingerprint_raises_the_contract_version() -> None:
     rules = (*versions, "SPLITS", "PIECE_TOKENS", "LIBRARIES", "GPU_INDUCTOR")
     text = "\n".join([*form, *(f"{name} = {assigned[name]}" for name in rules)])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    assert (CONTRACT_VERSION, digest[:16]) == (11, "2e44a1b8bbe5626d")
+    assert (CONTRACT_VERSION, digest[:16]) == (12, "2e44a1b8bbe5626d")
 
 
 def test_round_trip() -> None:

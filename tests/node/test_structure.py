@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corun.node.vllm.structure import refused
+from corun.node.vllm.structure import one_kernel_gates, refused
 from corun.types import Freedom
 from tests.loading import load
 
@@ -22,8 +22,17 @@ class GateLinear(Linear):
     pass
 
 
+class OneKernelGate(GateLinear):
+    pass
+
+
 class Router(GateLinear):
     """A subclass of vLLM's."""
+
+
+class FusedProjection(Linear):
+    def __init__(self, few_rows: bool) -> None:
+        self._use_min_latency_gemm = few_rows
 
 
 def engine(*, modules: tuple[Any, ...] = (Linear(),), **changes: Any) -> tuple[Any, Any]:
@@ -54,7 +63,10 @@ def engine(*, modules: tuple[Any, ...] = (Linear(),), **changes: Any) -> tuple[A
     return config, SimpleNamespace(modules=lambda: modules)
 
 
-@pytest.mark.parametrize("changes", [{}, {"head_size": 256}, {"rms_norm": []}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head_size": 256}, {"rms_norm": []}, {"modules": (OneKernelGate(), FusedProjection(few_rows=False))}],
+)
 def test_nothing_is_known_against_a_compiled_engine(changes: dict[str, Any]) -> None:
     assert refused(*engine(**changes)) == {}
 
@@ -71,6 +83,11 @@ def test_nothing_is_known_against_a_compiled_engine(changes: dict[str, Any]) -> 
         ({"modules": (Linear(), Router())}, "its router (GateLinear)"),
         ({"head_size": 64}, "its heads have 64 numbers"),
         ({"use_mla": True, "mode": "NONE"}, "norms run eagerly"),
+        ({"use_mla": True, "modules": (GateLinear(),)}, "its router (GateLinear)"),
+        (
+            {"use_mla": True, "modules": (FusedProjection(few_rows=True),)},
+            "(FusedProjection) has another kernel for up to 16",
+        ),
         ({"use_mla": True, "head_size": 576}, "MLA computes contexts, and prompts of few tokens, in other ways"),
     ],
 )
@@ -78,6 +95,11 @@ def test_what_is_known_refuses_all(changes: dict[str, Any], reason: str) -> None
     found = refused(*engine(**changes))
     assert found.keys() == ALL
     assert all(reason in words for words in found.values())
+
+
+def test_gates_with_one_kernel_are_those_that_took_the_place_of_vllms() -> None:
+    assert one_kernel_gates(engine(modules=(Linear(), OneKernelGate()))[1])
+    assert not one_kernel_gates(engine(modules=(Linear(), GateLinear(), Router()))[1])
 
 
 def test_vllm_has_what_is_read() -> None:

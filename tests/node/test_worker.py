@@ -86,7 +86,8 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
 ) -> None:
     """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and MIG give a process fewer than the GPU has."""
     graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[4, 2])
-    runner = SimpleNamespace(attn_groups=[])
+    model = torch.nn.Module()
+    runner = SimpleNamespace(attn_groups=[], get_model=lambda: model)
     scheduler = SimpleNamespace(max_num_batched_tokens=4096)
     config = SimpleNamespace(compilation_config=graphs, scheduler_config=scheduler)
     node = SimpleNamespace(device="cuda:1", vllm_config=config, model_runner=runner, unfit_attention="")
@@ -102,6 +103,10 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
         "multiprocessors": 66,
         "kernel_packages": [],
     }
+    model.gate = type("GateLinear", (torch.nn.Module,), {})()
+    assert worker.NodeWorker._observe_device(node)["kernel_packages"] == []
+    model.gate = type("OneKernelGate", (type(model.gate),), {})()
+    assert worker.NodeWorker._observe_device(node)["kernel_packages"] == ["OneKernelGate"]
     node.unfit_attention = "unknown: a builder has no limit"
     assert worker.NodeWorker._observe_device(node)["split_policy"] == node.unfit_attention
 

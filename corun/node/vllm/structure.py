@@ -14,8 +14,8 @@ from corun.types import Freedom
 HEAD_SIZES = (128, 256)
 """The head sizes for which FlashAttention 3 has key tiles of one length for every query length (hopper/tile_size.h).
 With 64, tiles are 128 or 192 keys long, by the longest query of the step."""
-GATE = "GateLinear"
-"""vLLM's router layer, which has other kernels for up to 16 and 32 rows (fused_moe/router/gate_linear.py)."""
+GATE, ONE_KERNEL = "GateLinear", "OneKernelGate"
+"""vLLM's router layer, which has other kernels for few rows, and the one in its place (corun/node/vllm/gate.py)."""
 
 
 def refused(config: Any, model: Any) -> dict[Freedom, str]:
@@ -26,6 +26,11 @@ def refused(config: Any, model: Any) -> dict[Freedom, str]:
     if reason := next(_reasons(config, model), ""):
         return dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED, Freedom.SCORES), reason)
     return {}
+
+
+def one_kernel_gates(model: Any) -> bool:
+    """Return whether a loaded model has router layers with one kernel for every number of rows."""
+    return any(type(module).__name__ == ONE_KERNEL for module in model.modules())
 
 
 def _reasons(config: Any, model: Any) -> Iterator[str]:
@@ -39,8 +44,12 @@ def _reasons(config: Any, model: Any) -> Iterator[str]:
             yield f"{name} is computed by {kernels[0]!r}, not by what the compiler makes for every number of rows"
     if compilation.compile_sizes or len(compilation.get_compile_ranges()) > 1:
         yield "the compiler made other kernels for some numbers of rows (compile_sizes, compile_ranges_endpoints)"
-    if any(GATE in {kind.__name__ for kind in type(module).__mro__} for module in model.modules()):
-        yield f"its router ({GATE}) has other kernels for few rows"
+    for module in model.modules():
+        if type(module).__name__ != ONE_KERNEL and GATE in {kind.__name__ for kind in type(module).__mro__}:
+            yield f"its router ({GATE}) has other kernels for few rows"
+        # models/deepseek_v2.py: `DeepSeekV2FusedQkvAProjLinear`, with the published DeepSeek-V3's sizes in 16 bits.
+        if getattr(module, "_use_min_latency_gemm", False):
+            yield f"a product of its attention ({type(module).__name__}) has another kernel for up to 16 rows"
     model_config = config.model_config
     if model_config.use_mla:
         # vllm/model_executor/layers/attention/mla_attention.py: `forward_mqa`, `build_mla_chunked_context_metadata`.

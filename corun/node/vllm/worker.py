@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
-from corun.node.vllm import attention, pin
+from corun.node.vllm import attention, pin, structure
 from corun.node.watchdog import end_with_parent
 from corun.node.workarounds import busy_wait
 from corun.observe import stages
@@ -85,6 +85,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
 
     def load_model(self, **kwargs: Any) -> None:
         stages.enter("loading the weights")
+        if self.model_config.is_moe and not current_platform.is_cpu():
+            from corun.node.vllm import gate  # noqa: PLC0415  # Its import takes a second, and other models need none.
+
+            gate.use_one_kernel()
         super().load_model(**kwargs)
         stages.enter("hashing the weights")
         self.weights_digest = weights_digest(self.model_runner.get_model())
@@ -189,7 +193,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             "traced_tokens": self.vllm_config.scheduler_config.max_num_batched_tokens,
             "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
             # To be usable, FlashInfer also needs nvcc or ready-made kernels, and DeepGEMM needs the CUDA toolkit.
-            "kernel_packages": [name for name, usable in KERNEL_PACKAGES.items() if usable()],
+            "kernel_packages": [
+                *(name for name, usable in KERNEL_PACKAGES.items() if usable()),
+                *([structure.ONE_KERNEL] if structure.one_kernel_gates(self.model_runner.get_model()) else ()),
+            ],
         }
 
     # The engine asks these of every rank; corun/node/kv/connector.py says what they do and return.
