@@ -120,6 +120,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": QWEN3_MOE | {"num_hidden_layers": 48},
     "qwen3-30b-a3b-12l": QWEN3_MOE | {"num_hidden_layers": 12},
     "deepseek-v3-small": DEEPSEEK_V3,
+    # Scores of experts in 32 bits, for which vLLM has router kernels for few rows (corun/node/vllm/gate.py).
+    "deepseek-v3-small-fp32-router": DEEPSEEK_V3 | {"moe_router_dtype": "float32"},
     "moe-tiny": QWEN3_MOE | MOE_TINY | {"bos_token_id": 1, "eos_token_id": 2},
     "mla-tiny": DEEPSEEK_V3 | MLA_TINY,
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.gpu.checkpoints import CONFIGS, INDEX, shapes, shards, write
+from tests.loading import load
 
 BILLIONS = {
     "qwen3-1.7b": 1.72,
@@ -18,6 +20,7 @@ BILLIONS = {
     "qwen3-30b-a3b": 30.5,
     "qwen3-30b-a3b-12l": 8.1,
     "deepseek-v3-small": 6.35,
+    "deepseek-v3-small-fp32-router": 6.35,
 }
 
 
@@ -71,3 +74,9 @@ def test_every_tensor_is_aligned() -> None:
     for name, config in CONFIGS.items():
         for tensors in shards(shapes(config)).values():
             assert all(tensor.start % tensor.dtype.itemsize == 0 for tensor in tensors), name
+
+
+def test_a_variant_has_router_layers_for_which_vllm_has_kernels_for_few_rows() -> None:
+    wanted = load("vllm.model_executor.models.deepseek_v2")._get_moe_router_dtype
+    names = ("deepseek-v3-small", "deepseek-v3-small-fp32-router")
+    assert [wanted(SimpleNamespace(**CONFIGS[name])) for name in names] == [None, torch.float32]
