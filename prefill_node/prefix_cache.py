@@ -42,6 +42,11 @@ class PrefixCache:
         taken = tuple(list(group[: num_taken // self._block_size]) for group in found.blocks)
         return self._manager.create_kv_cache_blocks(taken), num_taken, boundary
 
+    def may_find(self, request: Any) -> bool:
+        """Return whether the prompt is long enough to take cached KV, if there is any for it."""
+        unit = self._unit(request)
+        return bool(0 < unit <= request.num_prompt_tokens - _last_computed(request))
+
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Make the blocks findable that later prompts may take, and never one that holds a drawn token."""
         if unit := self._unit(request):

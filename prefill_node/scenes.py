@@ -34,6 +34,8 @@ class Limits:
     """The most sequences of a step."""
     longest: int
     """The longest prompt that the test has room for."""
+    packs_contexts: bool = True
+    """Whether a prompt may share a step after a part of it was computed (corun/node/vllm/structure.py)."""
     buckets: tuple[int, ...] = ()
     """The numbers of tokens that have a graph, ascending."""
     scenes: int = 1_000_000
@@ -134,11 +136,13 @@ def _beside(length: int, place: str, total: int, contexts: int, limits: Limits) 
     steps: list[tuple[Piece, ...]] = []
     cuts = chunks(length, limits.chunk)
     for left, count in zip(range(len(cuts), 0, -1), cuts, strict=True):
-        room = min(max(total, 2 * count), limits.budget) - count if left <= ACCOMPANIED else 0
+        accompanied = left <= ACCOMPANIED and (limits.packs_contexts or left == len(cuts))
+        room = min(max(total, 2 * count), limits.budget) - count if accompanied else 0
         smaller, larger = _company(count, place, room, len(others), limits)
         pieces: list[Piece] = []
         for size in (*smaller, *larger):
-            head = min(max(limits.chunk // 4, 1), limits.longest - size) if len(others) < contexts else 0
+            begins = limits.packs_contexts and len(others) < contexts
+            head = min(max(limits.chunk // 4, 1), limits.longest - size) if begins else 0
             others.append(head + size)
             pieces.append(Piece(len(others), size))
             if head:

@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from corun.node.kv.handle import BEGAN_PARAM, CHECK_PARAM, FREEDOMS_PARAM, IDLE_PARAM, STEPS_PARAM
 from corun.node.vllm.gpu_lock import PrefillTurn
 from corun.node.vllm.scheduler import ReservingScheduler
+from corun.node.vllm.structure import packs_contexts
 from corun.types import Freedom
 from prefill_node.prefix_cache import PrefixCache
 
@@ -41,6 +42,7 @@ class PrefillScheduler(ReservingScheduler):
         self.scheduler_config = copy.copy(self.scheduler_config)  # The worker reads the chunk in the engine's own.
         self.scheduler_config.long_prefill_token_threshold = 0
         self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
+        self._packs_contexts = packs_contexts(self.vllm_config)
         self._given: dict[str, int] = {}
         """The tokens that each prompt of the step that is being made may get."""
         self.prefix_cache = PrefixCache(self.kv_cache_manager, chunk_size=self.chunk, block_size=self.block_size)
@@ -77,7 +79,7 @@ class PrefillScheduler(ReservingScheduler):
         for request in self._line():
             chunk = self._next_chunk(request, request.num_computed_tokens)
             may = freedoms(request)
-            if chosen and not (Freedom.PACKED in may and Freedom.PACKED in freedoms(chosen[0])):
+            if chosen and not (self._may_share(request) and self._may_share(chosen[0])):
                 break
             if chunk > left and Freedom.CHUNKS not in may:
                 break
@@ -89,6 +91,16 @@ class PrefillScheduler(ReservingScheduler):
             if Freedom.CHUNKS in freedoms(request) and (rest := self._left_of(request)):
                 left = self._give(request, rest, left)
         return chosen
+
+    def _may_share(self, request: Request) -> bool:
+        """Return whether a prompt may be in the next step together with others.
+
+        Where contexts must not be packed, it must have none: no part of it was computed before, and none can be found
+        in the cache, which the stock scheduler asks only while it makes the step.
+        """
+        if Freedom.PACKED not in freedoms(request):
+            return False
+        return self._packs_contexts or not (request.num_computed_tokens or self.prefix_cache.may_find(request))
 
     def _give(self, request: Request, tokens: int, left: int) -> int:
         """Give a prompt so many more tokens of the step, of which these are left. Return how many then are."""
@@ -164,7 +176,8 @@ class PrefillScheduler(ReservingScheduler):
         return tokens
 
     def check_prompts(self, counts: Mapping[str, int], chosen: Sequence[Request]) -> None:
-        """Refuse a step with a request that was not chosen, or with a chunk that its request may not have.
+        """Refuse a step with a request that was not chosen, with a chunk that its request may not have, or with a
+        context beside others where that must not be.
 
         Note for each checked prompt how large the step is: a difference that is found later names it.
         counts: the tokens of each request of the step.
@@ -178,6 +191,10 @@ class PrefillScheduler(ReservingScheduler):
             as_alone = start % self.chunk == 0 and count == self._next_chunk(request, start)
             if not as_alone and Freedom.CHUNKS not in freedoms(request):
                 raise RuntimeError(f"prompt {name} got tokens {start} to {start + count}: no chunk of the contract")
+            if start and len(counts) > 1 and not self._packs_contexts:
+                raise RuntimeError(
+                    f"prompt {name} has {start} tokens of context, and shares the step of {sorted(counts)}"
+                )
             if (params := request.kv_transfer_params or {}).get(CHECK_PARAM):
                 params.setdefault(STEPS_PARAM, []).append([count, len(counts), sum(counts.values())])
 

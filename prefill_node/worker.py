@@ -154,6 +154,7 @@ class PrefillWorker(NodeWorker):
             budget=min(self.budget, max(CPU_BUDGET, self.chunk_size) if on_cpu else 2**31),
             sequences=self.places,
             longest=min(longest, stepper.max_model_len - 1),
+            packs_contexts=structure.packs_contexts(self.vllm_config),
             buckets=(*self.buckets, *((self.nearly_full - 1, self.full_step) if self.full_step else ())),
             scenes=CPU_SCENES if on_cpu else 2**20,
         )
@@ -195,7 +196,10 @@ class FreedomTest:
                 self.refused[freedom.value] = self.refused[freedom.value] or reason
 
     def by_products(self, left: list[str]) -> None:
-        """Refuse all freedoms if cuBLASLt splits K, or if an algorithm gives rows other bits, at any number of rows."""
+        """Refuse all freedoms if cuBLASLt splits K, or if an algorithm gives rows other bits, at any number of rows.
+
+        With MLA, refuse them also if a product by head gives rows other bits.
+        """
         worker, reason = self._worker, ""
         scheduler = worker.vllm_config.scheduler_config
         try:
@@ -203,13 +207,17 @@ class FreedomTest:
             self._versions.append(f"cuBLASLt {heuristic.version}")
             # A decode node's `lm_head` has multiples of 16 rows, and that of scores has `GPU_ROWS`.
             rows = max(-(-scheduler.max_num_seqs // 16) * 16, GPU_ROWS)
-            products = blas.products(worker.model_runner.get_model(), step_tokens(scheduler), rows)
+            model, tokens = worker.model_runner.get_model(), step_tokens(scheduler)
+            products = blas.products(model, tokens, rows)
             with self._timed("heuristic"):
                 found = blas.surveyed(heuristic, products)
             self._counts |= {"products": len(products), "algorithms": sum(map(len, found))}
             with self._timed("algorithms"):
                 for product, algorithms in zip(products, found, strict=True):
                     blas.check(product, algorithms)
+            if worker.model_config.use_mla:
+                with self._timed("products by head"):
+                    blas.check_by_head(model, tokens)
         except (blas.RefusedError, OSError) as error:
             reason = str(error)
         self.refused |= dict.fromkeys(left, self._stepper.agree(reason))

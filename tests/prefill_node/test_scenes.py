@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -71,6 +72,22 @@ def test_every_prompt_comes_first_and_last_beside_others_with_and_without_contex
     assert any("middle" in places(scene) for scene in alone)
     contexts = {scene.name.rpartition(", ")[2] for scene in alone}
     assert {"0 of them with context", "1 of them with context", "2 of them with context"} <= contexts
+
+
+def test_a_prompt_with_context_is_alone_where_contexts_must_not_be_packed() -> None:
+    for packs in (True, False):
+        beside: set[bool] = set()
+        for scene in scenes.packed(replace(H200, packs_contexts=packs)):
+            done = Counter[int]()
+            for step in scene.steps:
+                beside.update(done[piece.prompt] > 0 for piece in step if len(step) > 1)
+                done.update({piece.prompt: piece.count for piece in step})
+        assert beside == ({True, False} if packs else {False})
+
+
+def test_the_first_chunk_of_a_longer_prompt_has_company_also_where_contexts_have_none() -> None:
+    alone = replace(H200, packs_contexts=False)
+    assert any(scene.probes == (2049,) and len(scene.steps[0]) > 1 for scene in scenes.packed(alone))
 
 
 def test_both_sides_of_every_graph_and_longer_steps_are_tested() -> None:

@@ -205,6 +205,40 @@ def test_the_steps_of_some_prompts(
     assert [[row.tokens for row in step.rows.values()] for step in record.steps if step.rows] == steps
 
 
+CACHED = (*PACKED, "cached")
+
+
+@pytest.mark.parametrize(
+    ("packs", "steps"), [(True, [[16, 16, 5], [4, 4, 16, 4], [4]]), (False, [[16, 16, 5], [4], [4], [16], [4], [4]])]
+)
+def test_a_prompt_with_context_is_alone_where_contexts_must_not_be_packed(
+    stepping: ModuleType, monkeypatch: pytest.MonkeyPatch, packs: bool, steps: list[list[int]]
+) -> None:
+    """A prompt of more than a chunk that may use the cache may find its context there; the last one does."""
+    monkeypatch.setattr(load("prefill_node.scheduler"), "packs_contexts", lambda config: packs)
+    cached = Arrive(prompt=20, freedoms=CACHED, scope="one")
+    ops = (*(Arrive(prompt=20, freedoms=PACKED),) * 2, Arrive(prompt=5, freedoms=PACKED), cached, cached)
+    record = play(stepping, OURS, Trace(slots=8, chunk=16, blocks=40, ops=ops, budget=40), CPU)
+    assert [[row.tokens for row in step.rows.values()] for step in record.steps if step.rows] == steps
+
+
+def test_no_trace_packs_a_context_where_that_must_not_be(stepping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[bool] = []
+
+    @examples(100)
+    @given(prefill_traces(freedoms=(PACKED, CACHED, (*FREE, "cached")), scope=st.just("a")), ANY_PLATFORM)
+    def check(packs: bool, trace: Trace, platform: Platform) -> None:
+        monkeypatch.setattr(load("prefill_node.scheduler"), "packs_contexts", lambda config: packs)
+        record = play(stepping, OURS, trace, platform, connector=True)
+        packed = [step for step in record.steps if len(prompts_of(step, record)) > 1]
+        shared.extend(row.start > 0 for step in packed for row in step.rows.values())
+
+    check(False)
+    assert set(shared) == {False}
+    check(True)
+    assert set(shared) == {False, True}
+
+
 @PLATFORMS
 def test_a_step_has_as_many_prompts_as_there_is_kv_for(stepping: ModuleType, platform: Platform) -> None:
     """Five blocks are two prompts of two blocks each. The one that would still fit does not pass the third."""
@@ -238,6 +272,18 @@ def test_another_step_than_chosen_is_refused(
     else:
         monkeypatch.setattr(scheduler, "_mamba_block_aligned_split", lambda *_: 8)
     with pytest.raises(RuntimeError, match=message):
+        engine.play()
+
+
+def test_a_context_beside_others_is_refused_where_it_must_not_be(
+    stepping: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load("prefill_node.scheduler")
+    monkeypatch.setattr(module, "packs_contexts", lambda config: False)
+    ops = (Arrive(prompt=20, freedoms=PACKED), Arrive(prompt=20, freedoms=PACKED))
+    engine = stepping.engine(OURS, Trace(8, 16, 40, ops, budget=40), CPU, role=NodeRole.PREFILL)
+    monkeypatch.setattr(engine.scheduler, "_may_share", lambda request: True)
+    with pytest.raises(RuntimeError, match=r"prompt 0 has 16 tokens of context, and shares the step of \['0', '1'\]"):
         engine.play()
 
 

@@ -50,3 +50,25 @@ def test_graphs_of_rows_stay_and_longer_ones_of_prompts_go() -> None:
     manager = SimpleNamespace(_candidates={(9, 0): [rows, piece], (20, 0): [rows, long], (60, 0): [rows, long]})
     module.choose_prompt_graphs_v2(manager, lambda tokens: 16 if tokens <= 16 else 64 if tokens >= 56 else 0)
     assert manager._candidates == {(9, 0): [rows, piece], (20, 0): [rows], (60, 0): [rows, long]}
+
+
+@pytest.mark.parametrize("uses_mla", [True, False])
+def test_products_by_head_are_looked_at_with_mla_alone(monkeypatch: pytest.MonkeyPatch, uses_mla: bool) -> None:
+    module = load("prefill_node.worker")
+
+    def refuse(model: str, tokens: int) -> None:
+        raise module.blas.RefusedError(f"{model} at {tokens} rows")
+
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(module.blas, "Heuristic", lambda library: SimpleNamespace(version="1"))
+    monkeypatch.setattr(module.blas, "products", lambda *_: [])
+    monkeypatch.setattr(module.blas, "check_by_head", refuse)
+    monkeypatch.setattr(module, "Stepper", lambda worker: SimpleNamespace(agree=lambda finding: finding))
+    made = worker(chunk=2048, step=4096)
+    made.versions = list
+    made.vllm_config.scheduler_config.max_num_seqs = 64
+    made.model_config = SimpleNamespace(use_mla=uses_mla)
+    made.model_runner = SimpleNamespace(get_model=lambda: "the model")
+    test = module.FreedomTest(made, ["packed"])
+    test.by_products(["packed"])
+    assert test.refused == {"packed": "the model at 4096 rows" if uses_mla else ""}

@@ -25,7 +25,34 @@ def refused(config: Any, model: Any) -> dict[Freedom, str]:
     """
     if reason := next(_reasons(config, model), ""):
         return dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED, Freedom.SCORES), reason)
+    if config.model_config.use_mla:
+        return dict(_of_mla())
     return {}
+
+
+def _of_mla() -> Iterator[tuple[Freedom, str]]:
+    """Yield what is refused to MLA alone. Whole prompts may be packed: how a chunk is computed follows from its own
+    length, whatever is beside it.
+
+    Up to 512 tokens it is computed as rows are, in the latent space. A longer one is not, and the part of its attention
+    that lies before it is summed apart (v1/attention/backends/mla/flashattn_mla.py: `reorder_batch_threshold`;
+    v1/attention/backends/utils.py: `split_decodes_and_prefills`).
+    """
+    reason = "MLA computes a chunk by its length, and apart from what is before it: another cut is another sum"
+    yield Freedom.CHUNKS, reason
+    yield Freedom.SCORES, reason
+    yield Freedom.MIXED, "rows of MLA beside prompts have not been looked at"
+
+
+def packs_contexts(config: Any) -> bool:
+    """Return whether a prompt may share a step if a part of it was computed, or found in the cache, before that step.
+
+    With MLA it must not. vLLM 0.26 takes the first prompts of a step for those with context, but its runner orders them
+    by their numbers of tokens alone: a context would be left out of the sum (model_executor/layers/attention/
+    mla_attention.py: `prefill_tokens_with_context`; v1/worker/gpu/model_runner.py: `sort_batch_req_ids`). The pieces of
+    a context also follow from how many contexts the step has.
+    """
+    return not config.model_config.use_mla
 
 
 def one_kernel_gates(model: Any) -> bool:
@@ -51,12 +78,6 @@ def _reasons(config: Any, model: Any) -> Iterator[str]:
         if getattr(module, "_use_min_latency_gemm", False):
             yield f"a product of its attention ({type(module).__name__}) has another kernel for up to 16 rows"
     model_config = config.model_config
-    if model_config.use_mla:
-        # vllm/model_executor/layers/attention/mla_attention.py: `forward_mqa`, `build_mla_chunked_context_metadata`.
-        # The pieces of a context follow from how many contexts the step has. What has at most 512 tokens is computed
-        # like rows, by batches of matrices, whose kernels are not looked at for every number of rows. And vLLM 0.26
-        # takes the first prompts of a step for those with context, in whichever order its runner has them.
-        yield "MLA computes contexts, and prompts of few tokens, in other ways by what else is in the step"
-    elif (size := model_config.get_head_size()) not in HEAD_SIZES:
+    if not model_config.use_mla and (size := model_config.get_head_size()) not in HEAD_SIZES:
         sizes = " and ".join(map(str, HEAD_SIZES))
         yield f"its heads have {size} numbers: attention's tiles are known not to follow the query length for {sizes}"
