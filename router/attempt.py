@@ -151,7 +151,7 @@ class Attempt:
         self._more_follow = more_follow
         self._config = config
         after_rows = placement.need.tokens_before_ending, placement.note_ending
-        self._lease = RemoteLease(output.take, (task, output), after_rows)
+        self._lease = RemoteLease(output.take, task.params.max_tokens, (task, output), after_rows)
         self._is_started = False
         """Whether the sample was started with its prompt."""
         self._prefill_id = ""  # It is set while the prefill node may hold KV for this attempt.

@@ -338,6 +338,8 @@ class FakeDecodeEngine(FakeEngine):
         """Whether reads of KV that have not ended neither end nor fail."""
         self.corrupt = False
         """Whether it draws other log probabilities than it should."""
+        self.overdraws = 0
+        """How many tokens it draws behind the last one that a request asks for."""
         self.connected: list[NixlEndpoint] = []
         self.connect_errors: list[Exception] = []
         self.aborted: list[str] = []
@@ -437,7 +439,7 @@ class FakeDecodeEngine(FakeEngine):
             self.not_finite.remove(drawn)
             return self._failed(request, "not finite", not_finite=True)
         token_id, logprob = token(request.prompt_token_ids, request.params, request.seed, drawn)
-        reason = finish_reason(request.params, token_id, drawn + 1)
+        reason = finish_reason(request.params, token_id, drawn + 1 - self.overdraws)
         if reason is None:
             self._running[request.request_id] = request, drawn + 1
         else:

@@ -270,14 +270,16 @@ class NotFiniteError(InternalError):
 
 class RemoteLease:
     """The router's side of a lease on a decode node: reserving, held, then ended. Its rows go to
-    `take_token`."""
+    `take_token`, at most `max_tokens` of them: a node that sends more has failed."""
 
     __slots__ = (
-        *("_countdown", "_on_zero", "_take_token", "ended", "first_row_at", "granted_at", "has_kv", "heard_at"),
-        *("lease_id", "place", "prefill_id", "reserving", "sample"),
+        *("_after_rows", "_max_tokens", "_num_rows", "_take_token", "_then", "ended", "first_row_at", "granted_at"),
+        *("has_kv", "heard_at", "lease_id", "place", "prefill_id", "reserving", "sample"),
     )
 
-    def __init__(self, take_token: TakeToken, sample: Any = None, after_rows: AfterRows = _NEVER) -> None:
+    def __init__(
+        self, take_token: TakeToken, max_tokens: int, sample: Any = None, after_rows: AfterRows = _NEVER
+    ) -> None:
         """Create a lease that is not reserved yet."""
         loop = asyncio.get_running_loop()
         self.lease_id: int | None = None
@@ -302,7 +304,9 @@ class RemoteLease:
         self.place: int | None = None
         """Where people are shown the sample, if anybody has looked (`router.slots`)."""
         self._take_token = take_token
-        self._countdown, self._on_zero = after_rows
+        self._max_tokens = max_tokens
+        self._num_rows = 0
+        self._after_rows, self._then = after_rows
 
     def note_read(self, now: float) -> None:
         self.has_kv = True
@@ -314,9 +318,12 @@ class RemoteLease:
         self.heard_at = now
         if self.first_row_at is None:
             self.first_row_at = loop_time()
-        self._countdown -= 1
-        if self._countdown == 0:
-            self._on_zero()
+        self._num_rows += 1
+        if self._num_rows > self._max_tokens:
+            self.fail(InternalError(f"the node drew more than the sample's {self._max_tokens} tokens"))
+            return
+        if self._num_rows == self._after_rows:
+            self._then()
         try:
             if self._take_token(token_id, logprob, tops):
                 self.ended.set_result(FinishReason.STOP)

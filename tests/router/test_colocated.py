@@ -402,7 +402,7 @@ async def test_rows_that_come_with_the_grant_of_a_lease_that_was_given_up_are_no
         given_back.append(lease_id)
 
     client._give_back = give_back  # type: ignore[method-assign]
-    lease = RemoteLease(lambda token_id, *_: bool(taken.append(token_id)))
+    lease = RemoteLease(lambda token_id, *_: bool(taken.append(token_id)), 1)
     client.with_prompt(lease, "p", params=SamplingParams(), seed=1, share_key="")
     client.release(lease, lambda: freed.append(True))
     message = StreamStepsResponse(lease_ids=[5], token_ids=[7], logprobs=[-1.0])

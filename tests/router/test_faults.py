@@ -106,6 +106,10 @@ FAULTS = {
     ),
     "prefill fails": Fault(victim="p1", engine={"errors": [RuntimeError("secret")]}, retries="fault"),
     "decode fails": Fault(victim="d1", engine={"fail_after": 5}, retries="fault"),
+    "decode draws too many tokens": Fault(victim="d1", settings=TWO, engine={"overdraws": 3}, retries="fault"),
+    "decode draws too many tokens again and again": Fault(
+        victim="d1", engine={"overdraws": 3}, retries="fault", error=UnavailableError, says="failed 3 runs"
+    ),
     # As when a constraint was not tried in time, because those of others came first.
     "decode has too much else to do, again and again": Fault(
         victim="d1",

@@ -21,7 +21,7 @@ OPERATOR, ALICE, BOB = token_of("ops"), token_of("alice"), token_of("bob")
 
 
 async def lease(*, decodes: bool = False) -> RemoteLease:
-    made = RemoteLease(lambda token_id, logprob: False)
+    made = RemoteLease(lambda token_id, logprob: False, 1)
     made.first_row_at = 1.0 if decodes else None
     return made
 
