@@ -57,7 +57,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._kept: dict[str, Request] = {}
         """The prompts whose KV is kept only for such samples."""
         self._in_place = defaultdict[str, list[str]](list)
-        """The ids of the samples that read blocks in place, by the salt of their prompt."""
+        """The ids of the samples whose first blocks others of the prompt read in place, by its salt."""
         self._beside: list[Request] = []
         """The samples that are to begin in the last step of their prompts, which is being made."""
         self._slots_left = 0
@@ -241,9 +241,9 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
     def in_place(self, request: Request) -> Sequence[Any]:
         """Return the whole blocks of a sample's prompt before its last position, if this engine holds that prompt's KV.
 
-        The sample holds the blocks like its prompt does, until it ends. If another sample of the same prompt reads in
-        place, these are the same blocks, since the node's leases count them once. Whatever does not fit, such as a
-        stale handle, is left to the copy of all blocks, which is judged.
+        The sample holds the blocks like its prompt does, until it ends. If another sample of the same prompt has its
+        KV, also a peer's, these are the same blocks, since the node's leases count them once. Whatever does not fit,
+        such as a stale handle, is left to the copy of all blocks, which is judged.
         """
         params, whole = request.kv_transfer_params, shared_blocks(request.num_prompt_tokens, self.block_size)
         if others := self._in_place.get(request.cache_salt or ""):
@@ -263,7 +263,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def note_read(self, request: Request) -> None:
         super().note_read(request)
-        if request.cache_salt and handle.IN_PLACE_PARAM in request.kv_transfer_params and not request.is_finished():
+        if self.shared_tokens(request) and not request.is_finished():
             self._in_place[request.cache_salt].append(request.request_id)
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

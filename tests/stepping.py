@@ -347,8 +347,8 @@ class _Engine:
         return wrong
 
     def _is_in_place(self, number: int, i: int, block: int, content: tuple[Any, ...]) -> bool:
-        """Return whether a sample's block is the one of its prompt, which prompts have computed, and holds what it held
-        when the sample began."""
+        """Return whether a sample's block is the one of its prompt, which prompts have computed or another sample of
+        the group has read, and holds what it held when the sample began."""
         what, *by = content
         arrival = self.record.requests[number]
         of_prompts = [self._of_prompt[number]]
@@ -356,7 +356,9 @@ class _Engine:
             same = (arrival.prompt, arrival.group)
             mates = [(self.record.requests[mate], blocks) for mate, blocks in self._of_prompt.items()]
             of_prompts = [blocks for mate, blocks in mates if (mate.prompt, mate.group) == same]
-        if what != "written by" or not self._is_prompt(*by) or block not in {blocks[i] for blocks in of_prompts}:
+        if not (arrival.group and content == (arrival.prompt, arrival.group, i)) and (
+            what != "written by" or not self._is_prompt(*by) or block not in {blocks[i] for blocks in of_prompts}
+        ):
             return False
         return self._first_seen.setdefault((number, i), content) == content
 
@@ -407,7 +409,7 @@ class _Engine:
         if free != self._trace.blocks:
             yield f"{self._trace.blocks - free} blocks"
         queues = ("requests", "running", "waiting", "skipped_waiting", "_inflight_prefills", "deferred_frees")
-        for name in (*queues, *(("_with_prompt", "_kept") if self._is_colocated else ())):
+        for name in (*queues, *(("_with_prompt", "_kept", "_in_place") if self._is_colocated else ())):
             if held := getattr(scheduler, name):
                 yield f"{name}: {held}"
         if scheduler.connector and (heartbeats := scheduler.connector.connector_scheduler._heartbeat_by_engine):

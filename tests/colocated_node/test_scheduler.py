@@ -379,28 +379,30 @@ def test_a_sample_copies_only_the_last_block_of_its_own_prompt(
 
 @PLATFORMS
 @pytest.mark.parametrize("freedoms", [FREE, AT_ONCE], ids=["after", "at once"])
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "a peer's"])
 def test_samples_of_one_prompt_read_the_same_blocks_in_place(
-    stepping: ModuleType, platform: Platform, freedoms: tuple[str, ...]
+    stepping: ModuleType, platform: Platform, is_own: bool, freedoms: tuple[str, ...]
 ) -> None:
-    """Though their prompt was computed twice, without the cache: the leases count these blocks once. A third finds its
-    prompt computed elsewhere, and reads only the last block."""
+    """Though their prompt was computed twice, without the cache: the leases count these blocks once. The first may also
+    have read them from a peer. A third finds its prompt computed elsewhere, and reads only the last block."""
     uncached = tuple(name for name in freedoms if name != "cached")
     one = sample(100, 60, own=True, with_prompt=1, group=1, freedoms=uncached)
-    ops = (one, Run(12), one, Run(12), sample(100, 20, group=1))
+    first, samples = (one, [0, 2, 4]) if is_own else (sample(100, 60, group=1), [0, 1, 3])
+    ops = (first, Run(12), one, Run(12), sample(100, 20, group=1))
     engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform, role=None)
     held: list[set[int]] = []
     step = engine.step
 
     def watched() -> None:
         step()
-        tables = [engine.scheduler.kv_cache_manager.get_block_ids(str(number))[0][:6] for number in (0, 2, 4)]
+        tables = [engine.scheduler.kv_cache_manager.get_block_ids(str(number))[0][:6] for number in samples]
         held.append({tuple(table) for table in tables if len(table) == 6})
 
     engine.step = watched
     record = engine.play()
     assert (violations(record, engine._trace, stepping), max(map(len, held))) == (set(), 1)
-    assert sorted(record.read) == [0, 2, 4]
-    last = next(step for step in record.steps if 4 in step.loads)
+    assert sorted(record.read) == samples
+    last = next(step for step in record.steps if samples[-1] in step.loads)
     assert last.read_blocks == len(last.loads)
     assert engine.scheduler._in_place == {}
 
