@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -80,10 +81,11 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         self._started, self._rows = [], []
         for request in self.running:
             (self._started if is_prompt(request) else self._rows).append(request)
-        # What the step's rows leave, so that the step is full if there are enough prompts: it has a graph then.
         begin = [*self.unread(), *(request for request in self.skipped_waiting if not is_prompt(request))]
         rows = min(len(self._rows) + len(begin), self.slots)
-        self.budget, self._slots_left, self._beside = self._step_tokens - rows, self.slots - rows, []
+        self._slots_left, self._beside = self.slots - rows, []
+        # What rows in the step leave, so that it is full if there are enough prompts: it has a graph then.
+        self.budget = self._step_tokens - (rows if self._may_mix() else 0)
         chosen = self.choose()
         mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)
         if chosen and not mixes and self._had_prompts and rows:
@@ -134,6 +136,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         if self.finished_req_ids or not self.requests:
             return False
         return all(handle.OWN_PROMPT_PARAM in (each.kv_transfer_params or {}) for each in self.requests.values())
+
+    def _may_mix(self) -> bool:
+        """Return whether rows may be in a step with the prompt at the head of the line: they need leave of each one."""
+        return any(Freedom.MIXED in freedoms(request) for request in islice(self._line(), 1))
 
     def beside(self, request: Request, left: int) -> int:
         """Let samples that came with a prompt begin in the prompt's last step, if all allow it, as many as slots and

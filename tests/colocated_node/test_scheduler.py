@@ -225,6 +225,15 @@ def test_without_the_freedom_prompts_and_rows_take_turns(stepping: ModuleType, p
 
 
 @PLATFORMS
+def test_prompts_that_take_turns_with_rows_get_whole_steps(stepping: ModuleType, platform: Platform) -> None:
+    """Rows that are not in a step take nothing of it: four prompts of 11 tokens fill one of 40 + 4."""
+    ops = (sample(16, 30), Run(4), *(Arrive(prompt=11, freedoms=PACKED),) * 4)
+    record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform)
+    steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
+    assert [sum(row.tokens for row in step.rows.values()) for step in steps] == [44]
+
+
+@PLATFORMS
 def test_with_it_rows_ride_in_every_step_and_prompts_get_all_that_they_leave(
     stepping: ModuleType, platform: Platform
 ) -> None:
