@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 from corun.room import SampleBlocks, UsedBlocks, places
 
-SMALLER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-"""The numbers of rows that are tried, as far as they are below the number of slots."""
+SMALLER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768)
+"""The numbers of rows that are tried, as far as they are below the number of slots. They are closer together above 128:
+with so many rows matrix products no longer wait for the weights, so each idle row takes time."""
 
 
 def smaller_than(slots: int) -> tuple[int, ...]:

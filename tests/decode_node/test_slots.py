@@ -117,7 +117,7 @@ def test_a_step_has_the_fewest_allowed_rows_that_hold_all(live: int, rows: int) 
 
 
 def test_only_fewer_rows_than_slots_are_tried() -> None:
-    assert smaller_than(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+    assert smaller_than(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224)
     assert smaller_than(64) == (1, 2, 4, 8, 16, 24, 32, 48)
     assert smaller_than(8) == (1, 2, 4)
     assert smaller_than(1) == ()
