@@ -23,6 +23,12 @@ from corun.observe import stages
 
 USAGE_ERROR = 2
 """The exit code of a process whose configuration is wrong: another start would end the same way."""
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
+"""The delay after the first quick death, which doubles with each further one, and the longest delay."""
+SETTLED_S = 60.0
+"""The lifetime from which on a death does not count as quick."""
+MAX_QUICK_DEATHS = 3
+"""The number of quick deaths in a row after which the process is given up."""
 
 _TAIL_LINES, _TAIL_BYTES = 12, 4096
 
@@ -59,23 +65,6 @@ class ProcessStatus:
         return self.state is ProcessState.RUNNING or (self.state is ProcessState.WAITING and self.deaths > 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestartPolicy:
-    """When to start a process again, in seconds."""
-
-    first_delay_s: float = 1.0
-    """The delay after the first quick death. It doubles with each further one, up to `max_delay_s`."""
-    max_delay_s: float = 30.0
-    settled_s: float = 60.0
-    """The lifetime from which on a death does not count as quick."""
-    max_quick_deaths: int = 3
-    """The number of quick deaths in a row after which the process is given up."""
-
-    def delay_s(self, quick_deaths: int) -> float:
-        """Return the wait in seconds before the next start."""
-        return float(min(self.max_delay_s, self.first_delay_s * 2 ** max(0, quick_deaths - 1)))
-
-
 class Supervisor:
     """Starts `argv` when it is made, and keeps it running until `stop`. Its thread lives as long as the process may.
 
@@ -89,14 +78,12 @@ class Supervisor:
         log: Path,
         *,
         grace_s: float = 40.0,
-        policy: RestartPolicy | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._argv = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(grace_s), *argv]
         self._log = log
         self._log_start = 0  # The log offset where the output of the current process begins.
         self._stages = stages.Reader(log)
-        self._policy = policy or RestartPolicy()
         self._env = dict(os.environ if env is None else env)
         self._lock = threading.Lock()
         self._status = ProcessStatus(name=name, state=ProcessState.WAITING)
@@ -145,11 +132,11 @@ class Supervisor:
             if self._stopping.is_set():
                 break
             lived_s = time.monotonic() - started
-            quick_deaths = quick_deaths + 1 if lived_s < self._policy.settled_s else 1
+            quick_deaths = quick_deaths + 1 if lived_s < SETTLED_S else 1
             cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
             if self._is_killed:
                 quick_deaths, cause = 0, "killed on request"
-            is_hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
+            is_hopeless = code == USAGE_ERROR or quick_deaths >= MAX_QUICK_DEATHS
             self._status = replace(
                 self._status,
                 state=ProcessState.FAILED if is_hopeless else ProcessState.WAITING,
@@ -159,7 +146,7 @@ class Supervisor:
             )
             if is_hopeless:
                 return
-            self._stopping.wait(self._policy.delay_s(quick_deaths))
+            self._stopping.wait(_delay_s(quick_deaths))
         self._status = replace(self._status, state=ProcessState.STOPPED, pid=0)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
@@ -188,6 +175,11 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)
             self._process = None
             return process.wait()
+
+
+def _delay_s(quick_deaths: int) -> float:
+    """Return the wait in seconds before the next start."""
+    return float(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** max(0, quick_deaths - 1)))
 
 
 def _tail(log: Path, start: int) -> str:

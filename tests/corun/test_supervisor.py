@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from corun import processes
-from corun.launch.supervisor import ProcessState, RestartPolicy, Supervisor
+from corun.launch import supervisor as policy
+from corun.launch.supervisor import ProcessState, Supervisor
 from corun.node.life import EXIT_QUARANTINED
 from corun.observe import stages
 from tests.machine import wait_for
 
-QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, settled_s=10, max_quick_deaths=3)
-SLOW = RestartPolicy(first_delay_s=60, max_delay_s=60)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 IGNORES_TERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 DRAINS = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('drained'))); {SLEEP}"
@@ -39,6 +38,17 @@ def alive(pid: int) -> bool:
     return fields is not None and fields[0] != "Z"  # A container's init may never reap.
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "FIRST_DELAY_S", 0.01)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started again while the test runs."""
+    monkeypatch.setattr(policy, "FIRST_DELAY_S", policy.MAX_DELAY_S)
+
+
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "process.log"
@@ -54,7 +64,7 @@ def first_pid(log: Path) -> int:
 
 def supervise(log: Path, code: str, text: str, **options: Any) -> Supervisor:
     """Start a process, and wait until its log has a text."""
-    supervisor = Supervisor("node", python(code), log, **{"policy": QUICK, **options})
+    supervisor = Supervisor("node", python(code), log, **options)
     wait_for(lambda: text in written(log), "started")
     return supervisor
 
@@ -97,8 +107,8 @@ def test_a_process_that_starts_is_ended_at_once_and_one_that_may_have_work_drain
     assert ("drained" in written(log)) == drains
 
 
-def test_stop_during_the_delay_starts_nothing(log: Path) -> None:
-    supervisor = supervise(log, "print('once')", "once", policy=SLOW)
+def test_stop_during_the_delay_starts_nothing(log: Path, slow: None) -> None:
+    supervisor = supervise(log, "print('once')", "once")
     wait_for(lambda: supervisor.status().deaths == 1, "died")
     end(supervisor)
     assert written(log) == "once\n"
@@ -135,7 +145,7 @@ def test_quick_deaths_are_given_up(
 
     if is_slow:
         monkeypatch.setattr("corun.launch.supervisor.subprocess.Popen", Slow)
-    supervisor = Supervisor("node", python(code), log, policy=QUICK)
+    supervisor = Supervisor("node", python(code), log)
     wait_for(lambda: has_ended(supervisor), "given up")
     status = supervisor.status()
     assert (status.state, status.deaths) == (ProcessState.FAILED, deaths)
@@ -143,13 +153,14 @@ def test_quick_deaths_are_given_up(
     assert re.fullmatch(rf"exit code {exit_code} after \d+ s{said}", status.detail)
 
 
-def test_the_delay_doubles_up_to_a_limit() -> None:
-    assert [RestartPolicy().delay_s(quick) for quick in range(8)] == [1, 1, 2, 4, 8, 16, 30, 30]
+def test_the_delay_doubles_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert [policy._delay_s(quick) for quick in range(8)] == [1, 1, 2, 4, 8, 16, 30, 30]
 
 
 @pytest.mark.parametrize("last", ["", SLEEP], ids=["ended", "running"])
-def test_orphans_end_too(log: Path, last: str) -> None:
-    end(supervise(log, ORPHANS.format(last), "\n", policy=SLOW))
+def test_orphans_end_too(log: Path, last: str, slow: None) -> None:
+    end(supervise(log, ORPHANS.format(last), "\n"))
     assert not alive(first_pid(log))
 
 
@@ -179,9 +190,9 @@ def test_nothing_outlives_a_killed_supervisor_for_a_moment(log: Path, is_asked: 
     wait_for(lambda: not any(map(alive, tree)), "all ended")
 
 
-def test_nothing_outlives_a_killed_guard(log: Path) -> None:
+def test_nothing_outlives_a_killed_guard(log: Path, slow: None) -> None:
     code = f"import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); {SLEEP}"
-    supervisor = supervise(log, code, "up", policy=SLOW)
+    supervisor = supervise(log, code, "up")
     os.kill(supervisor.status().pid, signal.SIGKILL)
     wait_for(lambda: supervisor.status().deaths == 1, "noticed")
     assert supervisor.status().detail.startswith("killed by signal 9")
@@ -192,7 +203,7 @@ def test_nothing_outlives_a_killed_guard(log: Path) -> None:
 def test_deaths_on_request_do_not_count(log: Path) -> None:
     """Somebody who watches kills of a node may ask for many of them."""
     supervisor = supervise(log, f"import subprocess; subprocess.Popen(['sleep', '60']); {SLEEP}", "up")
-    for deaths in range(1, 2 + QUICK.max_quick_deaths):
+    for deaths in range(1, 2 + policy.MAX_QUICK_DEATHS):
         assert supervisor.kill()
         wait_for(lambda deaths=deaths: written(log).count("up") == deaths + 1, "started again")  # type: ignore[misc]
         assert supervisor.status().deaths == deaths
