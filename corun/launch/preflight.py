@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from corun.launch.members import LOOPBACK, ROUTER, free_ports, members, with_fre
 from corun.launch.placement import INSTEAD, TURNS, on_own, takes_turns
 from corun.models import NOT_NEEDED, SMOLLM2, TINY, smollm2
 from corun.models.files import cache
+from corun.nvidia import smi
 
 PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")
 """The packages that the processes of a cluster import."""
@@ -41,7 +41,6 @@ SHARED_BYTES = 256 * MIB
 """The shared memory of Ray's store and of the processes of one engine."""
 OPEN_FILES = 4096
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SMI_TIMEOUT_S = 20.0
 _HUB_TIMEOUT_S = 10.0
 _CONTAINER = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """The files below /sys/fs/cgroup with a container's limit of memory and what it uses."""
@@ -120,15 +119,9 @@ def _free_memory() -> int:
 def _gpu_memories() -> Iterator[int]:
     """Yield the memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, as nvidia-smi counts GPUs. Yield nothing
     where there is no driver."""
-    words = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     wanted = None if visible is None else {one.strip() for one in visible.split(",")}
-    for line in done.stdout.splitlines():
-        index, uuid, memory = (word.strip() for word in line.split(","))
+    for index, uuid, memory in smi("--query-gpu=index,uuid,memory.total"):
         if wanted is None or {index, uuid} & wanted:
             yield int(memory) * MIB
 

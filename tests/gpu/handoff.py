@@ -29,6 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from corun.nvidia import smi
 from corun_bench import conditions
 from corun_bench.nodes import environment
 
@@ -252,7 +253,7 @@ def main(options: Handoff) -> int:
     facts = {"versions": conditions.versions(), "hardware": conditions.hardware()}
     print(json.dumps(facts), flush=True)
     results: list[dict[str, Any]] = []
-    for pair in pairs(len(conditions.smi("--query-gpu=index"))):
+    for pair in pairs(len(smi("--query-gpu=index"))):
         try:
             for found in measure(pair, options):
                 results.append({"what": pair.name, **found})
