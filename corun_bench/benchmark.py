@@ -204,7 +204,7 @@ class Benchmark:
         try:
             async with starting as found:
                 await self._while_alive(self._on(found), found)
-        except (CorunError, RuntimeError) as error:  # corun_bench.nodes.StartError is a RuntimeError.
+        except CorunError as error:
             rows = [row for row in self.result["runs"] if row["system"] == name]
             measured = sum(not row["workload"].startswith("padding=") for row in rows)
             planned = len(self._specs) * len(self.options.max_concurrency) * self.options.repeats

@@ -15,8 +15,8 @@ from pathlib import Path
 from corun.errors import UnavailableError
 from corun.processes import descendants, end_tree, stat_fields
 
-TAIL = 3000
-"""The number of characters from the end of a log that an error carries."""
+_TAIL, _MAX_ERRORS, _ERROR_TAIL = 3000, 12, 300
+"""The characters of a log's end, the errors before it, and the characters of each that an error carries."""
 _POLL_S, _FINISH_POLL_S = 0.25, 0.05
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 _ELSEWHERE = "See root cause above"
@@ -64,6 +64,12 @@ class Processes:
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
+    def tail(self, name: str) -> str:
+        """Return the end of a log, and before it the errors of the rest: vLLM writes the cause long before the end."""
+        text = self.log(name).rstrip()
+        errors = dict.fromkeys(line[-_ERROR_TAIL:] for line in text[:-_TAIL].splitlines() if _ERROR.search(line))
+        return "\n".join([*list(errors)[:_MAX_ERRORS], text[-_TAIL:]])
+
     def note(self, name: str) -> None:
         """Remember all that a process has started, so that it is ended with the process in any case."""
         self._started[name] = self._started.get(name, {}) | descendants(self.running[name].pid)
@@ -71,7 +77,7 @@ class Processes:
     def check(self) -> None:
         """Raise UnavailableError if a process has ended.
 
-        The message has the exit code, the error if the process failed by itself, and the end of its log.
+        The message has the exit code, the error if the process failed by itself, and the tail of its log.
         """
         for name, process in self.running.items():
             if (code := process.poll()) is not None:
@@ -157,7 +163,7 @@ class Processes:
         text = self.log(name).rstrip()
         found = [line for line in _ERROR.findall(text) if _ELSEWHERE not in line]
         error = f": {(found or text.splitlines() or ['no word'])[-1]}" if by_itself else ""
-        return UnavailableError(f"{name} {how}{error}\n{text[-TAIL:]}")
+        return UnavailableError(f"{name} {how}{error}\n{self.tail(name)}")
 
 
 def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:

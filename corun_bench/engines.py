@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from corun.errors import DeadlineError, InternalError, UnavailableError
-from corun_bench.children import TAIL, Processes
+from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Request, Target
 from corun_bench.systems import TEMPERATURE, EngineSettings
 
@@ -80,7 +80,7 @@ class Engine:
     def check(self) -> None:
         """Raise UnavailableError if the engine has reported that it died."""
         if self._dead:
-            raise UnavailableError(f"{self._dead}\n{self._processes.log(self.name)[-TAIL:]}")
+            raise UnavailableError(f"{self._dead}\n{self._processes.tail(self.name)}")
 
     async def ready(self, deadline: float) -> None:
         """Wait until the engine is ready, and listens.
@@ -183,7 +183,7 @@ class Engine:
                 continue
             if found == kind:
                 return value
-        raise DeadlineError(f"{self.name} did not say {kind} in time:\n{self._processes.log(self.name)[-TAIL:]}")
+        raise DeadlineError(f"{self.name} did not say {kind} in time:\n{self._processes.tail(self.name)}")
 
 
 def least_busy(engines: list[Engine]) -> Engine:

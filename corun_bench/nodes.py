@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from corun import Client, ClusterStatus, UnavailableError
+from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.config.fields import ColocatedConfig, DecodeConfig, NodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.rpc.ports import reserve
@@ -31,10 +31,6 @@ from corun_bench.systems import GPU_MEMORY, DecodeSplit
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
 MAX_MODEL_LEN = 8192
-
-
-class StartError(RuntimeError):
-    """A node did not start; the message ends with its log."""
 
 
 FREEDOMS = {
@@ -235,10 +231,10 @@ class Nodes:
         self._wait_until(lambda: self.generation(node) not in ("", old) and self.all_ready(), deadline)
 
     def _wait_until(self, are_ready: Callable[[], bool], deadline: float) -> None:
-        """Wait for nodes, and note when each joins. Raises StartError if one will not."""
+        """Wait for nodes, and note when each joins. Raises UnavailableError or DeadlineError if one will not."""
         while not are_ready():
             if self._stopped.is_set():
-                raise StartError("it was stopped while it started")
+                raise UnavailableError("it was stopped while it started")
             self._joined()
             self._check(deadline)
             self._stopped.wait(POLL_S)
@@ -281,12 +277,6 @@ class Nodes:
         """Return the name of our process that each process id belongs to."""
         return self.processes.owners()
 
-    def log_tail(self, name: str, characters: int = 3000) -> str:
-        """Return the errors of a log and then its end, because vLLM writes the cause long before the end."""
-        text = self.processes.log(name)
-        errors = dict.fromkeys(line[-300:] for line in text[:-characters].splitlines() if "Error: " in line)
-        return "\n".join([*list(errors)[:12], text[-characters:]])
-
     def _nodes(self) -> tuple[NodeStatus, ...]:
         found = self.status()
         return () if found is None else found.nodes
@@ -300,17 +290,15 @@ class Nodes:
             self.on_up(name)
 
     def _check(self, deadline: float) -> None:
-        """Raise StartError if it makes no sense to wait longer."""
-        for name, process in self.processes.running.items():
-            if process.poll() is not None:
-                raise StartError(f"{name} ended with {process.returncode}:\n{self.log_tail(name)}")
+        """Raise UnavailableError or DeadlineError if it makes no sense to wait longer."""
+        self.processes.check()
         for status in self._nodes():
             if status.state is NodeState.REFUSED:
-                raise StartError(f"{status.node.ref.node_id} was refused: {status.detail}")
+                raise UnavailableError(f"{status.node.ref.node_id} was refused: {status.detail}")
         if time.monotonic() > deadline:
             missing = [node.name for node in self.topology.nodes if node.name not in self.seconds] or ["a pair"]
-            tails = "\n".join(self.log_tail(name) for name in missing if name in self.processes.running)
-            raise StartError(f"{', '.join(missing)} did not start in time:\n{tails}")
+            tails = "\n".join(self.processes.tail(name) for name in missing if name in self.processes.running)
+            raise DeadlineError(f"{', '.join(missing)} did not start in time:\n{tails}")
 
 
 @contextmanager

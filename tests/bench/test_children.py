@@ -42,6 +42,13 @@ def test_one_that_ends_meanwhile_is_noticed(tmp_path: Path) -> None:
             processes.wait(60.0)
 
 
+def test_the_tail_of_a_log_begins_with_what_went_wrong_before_it(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("fine\nValueError: the cause\n" + 2 * (1000 * "more\n" + "OSError: later\n"))
+    lines = Processes(tmp_path).tail("a").splitlines()
+    assert lines[:2] == ["ValueError: the cause", "OSError: later"]
+    assert (set(lines[3:-1]), lines[-1]) == ({"more"}, "OSError: later")
+
+
 def test_each_is_asked_what_it_uses(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         processes.start("a", UNTIL_ITS_INPUT_ENDS, stdin=subprocess.PIPE)

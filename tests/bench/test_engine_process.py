@@ -20,7 +20,7 @@ from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Request
 from corun_bench.engines import Engine
-from corun_bench.nodes import Nodes, StartError, Topology
+from corun_bench.nodes import Nodes, Topology
 from corun_bench.options import BenchOptions
 from corun_bench.systems import EngineSettings, Machine, System, parse_systems
 
@@ -155,7 +155,7 @@ async def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_process(
         await asyncio.sleep(0.02)
     ended = await asyncio.wait_for(asyncio.to_thread(nodes.stop), DEADLINE_S)
     assert ended == dict.fromkeys(("router", "p0", "d0"), "killed")
-    with pytest.raises(StartError, match="it was stopped while it started"):
+    with pytest.raises(UnavailableError, match="it was stopped while it started"):
         await starting
     assert processes.running == {}
 

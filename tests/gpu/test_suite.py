@@ -13,7 +13,7 @@ import pytest
 from corun import Client
 from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.config.flags import parse
-from corun.errors import CorunError
+from corun.errors import CorunError, UnavailableError
 from corun.types import NodeState
 from corun_bench import nodes
 from corun_bench.nodes import Topology
@@ -131,7 +131,7 @@ def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monke
     cluster = nodes.Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), nodes.Processes(tmp_path))
     monkeypatch.setattr(cluster.processes, "start", lambda name, *flags: started.append(name))
     monkeypatch.setattr(cluster, "status", cluster._stopped.set)
-    with pytest.raises(nodes.StartError, match="stopped while it started"):
+    with pytest.raises(UnavailableError, match="stopped while it started"):
         cluster.start()
     assert started == ["router", "p0", "p1", "d0", "d1"]
 
