@@ -1,7 +1,6 @@
-"""A cluster of plain processes on chosen GPUs: this module starts, kills, restarts and stops them.
+"""A cluster of plain processes on chosen GPUs: this module starts and stops them.
 
-Owns: which node gets which GPU. Without a GPU the same nodes run on the CPU. Must not
-know: what is checked on the cluster.
+Owns: which node gets which GPU. Without a GPU the same nodes run on the CPU. Must not know: what is measured on it.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
-from corun.config.fields import ColocatedConfig, DecodeConfig, NodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.rpc.ports import reserve
 from corun.types import NodeState, NodeStatus
@@ -31,21 +28,6 @@ from corun_bench.systems import GPU_MEMORY, DecodeSplit
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
 MAX_MODEL_LEN = 8192
-
-
-FREEDOMS = {
-    "rows": "smaller_steps",
-    "packed": "packed_prefill",
-    "chunks": "free_chunks",
-    "cached": "prefix_caching",
-    "mixed": "mixed_steps",
-}
-"""The settings that allow nodes other ways to compute the same bits, by the name of the freedom."""
-CONFIGS: dict[str, type[NodeConfig]] = {
-    "prefill_node": PrefillConfig,
-    "decode_node": DecodeConfig,
-    "colocated_node": ColocatedConfig,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +45,14 @@ class Topology:
     """GPUs of the colocated nodes."""
     tensor_parallel_size: int = 1
     """GPUs of each node."""
-    gpu_memory_utilization: float = 0.0
-    """Share of a GPU's memory that each engine takes; 0: equal shares of 0.84."""
     slots: int = 256
     chunk_size: int = 2048
     max_model_len: int = 0
     """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
     threads: int = 0
     """Threads of each engine on a CPU; 0: all cores."""
-    freedoms: Literal["all", "none", "rows", "packed", "chunks", "cached", "mixed"] = "all"
-    """Which other ways to compute the same bits the nodes may use, each where they have a certificate for it."""
     decode_split: DecodeSplit = "none"
     """How decode nodes cut a row's KV; not for CPUs."""
-    keep_certificates: bool = False
-    """Whether nodes keep their certificates, and use those that an earlier start kept."""
     start_timeout_s: float = 400.0
     """The time limit for the start of all nodes together, in seconds."""
 
@@ -118,7 +94,7 @@ class Topology:
     def share(self, node: NodePlan) -> float:
         """Return the share of its GPUs' memory that a node takes."""
         neighbours = max(sum(gpu in other.gpus for other in self.nodes) for gpu in node.gpus)
-        return self.gpu_memory_utilization or round(GPU_MEMORY / neighbours, 2)
+        return round(GPU_MEMORY / neighbours, 2)
 
     def flags(self, node: NodePlan) -> list[str]:
         """Return the node's command line after `python -m <module>`, without the router's address."""
@@ -127,18 +103,10 @@ class Topology:
         found += ["--slots", str(self.slots)] if node.module != "prefill_node" else []
         found += ["--threads", str(self.threads)] if self.threads else []
         found += ["--decode-split", self.decode_split] if node.module != "prefill_node" else []
-        found += self._switches(CONFIGS[node.module])
-        found += [] if self.keep_certificates else ["--no-keep-certificates"]
         if has_gpu():
             found += ["--gpu-memory-utilization", str(self.share(node))]
             found += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         return found
-
-    def _switches(self, config: type[NodeConfig]) -> list[str]:
-        """Return the flags that switch off the freedoms that were not asked for, of those that such a node has."""
-        known = {setting.name for setting in fields(config)}
-        off = [name for name in FREEDOMS if self.freedoms not in ("all", name) and FREEDOMS[name] in known]
-        return [f"--no-{FREEDOMS[name].replace('_', '-')}" for name in off]
 
     def _split(self, gpus: tuple[int, ...]) -> list[tuple[int, ...]]:
         size = self.tensor_parallel_size
@@ -168,18 +136,7 @@ class Nodes:
     topology: Topology
     processes: Processes
     port: int = field(default_factory=lambda: reserve("127.0.0.1"))
-    prefill_flags: tuple[str, ...] = ("--kv-check-fraction", "1.0")
-    """Flags of nodes that compute prompts; by default they check all KV that they hand over."""
     router_flags: tuple[str, ...] = ()
-    member_flags: tuple[str, ...] = ()
-    """Flags of the router and of every node."""
-    token: str = ""
-    """The token that this object's own calls show to the router."""
-    on_up: Callable[[str], None] = lambda name: None
-    """Called when a node has joined."""
-    started: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    """For each node, the seconds from each start of its process until it joined."""
     _stopped: threading.Event = field(default_factory=threading.Event)
     """Set by `stop`, which may be called in another thread while a start is in progress."""
     _starting: threading.Lock = field(default_factory=threading.Lock)
@@ -188,13 +145,10 @@ class Nodes:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def client(self, timeout_s: float = 600.0) -> Client:
-        return Client(self.address, timeout_s=timeout_s, token=self.token)
-
     def status(self) -> ClusterStatus | None:
         """Return the status of the cluster; None while the router does not answer."""
         try:
-            with Client(self.address, connect_timeout_s=2.0, token=self.token) as client:
+            with Client(self.address, connect_timeout_s=2.0) as client:
                 return client.get_cluster(timeout_s=5.0)
         except UnavailableError:
             return None
@@ -204,46 +158,22 @@ class Nodes:
         deadline = time.monotonic() + self.topology.start_timeout_s
         with self._starting:
             if not self._stopped.is_set():
-                flags = ("--port", str(self.port), *self.router_flags, *self.member_flags)
-                self.processes.start("router", "router", *flags)
+                self.processes.start("router", "router", "--port", str(self.port), *self.router_flags)
                 for node in self.topology.nodes:
                     self.start_node(node)
-            self._wait_until(self.all_ready, deadline)
+            self.wait(deadline)
 
     def start_node(self, node: NodePlan) -> None:
-        flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
-        flags += self.prefill_flags if node.module != "decode_node" else ()
         with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, node.gpus)) if has_gpu() else None):
-            self.processes.start(node.name, node.module, *flags)
-        self.started[node.name] = time.monotonic()
+            self.processes.start(node.name, node.module, "--router", self.address, *self.topology.flags(node))
 
-    def kill(self, name: str) -> None:
-        """Kill a node's process (SIGKILL) and all that it started."""
-        self.processes.kill(name, step_s=0.5)
-
-    def restart(self, name: str, timeout_s: float) -> None:
-        """Kill a node and start its next generation; return when the new one is ready."""
-        deadline = time.monotonic() + timeout_s
-        node = next(node for node in self.topology.nodes if node.name == name)
-        old = self.generation(node)
-        self.kill(name)
-        self.start_node(node)
-        self._wait_until(lambda: self.generation(node) not in ("", old) and self.all_ready(), deadline)
-
-    def _wait_until(self, are_ready: Callable[[], bool], deadline: float) -> None:
-        """Wait for nodes, and note when each joins. Raises UnavailableError or DeadlineError if one will not."""
-        while not are_ready():
+    def wait(self, deadline: float) -> None:
+        """Wait until all nodes are ready. Raises UnavailableError or DeadlineError if one will not be."""
+        while not self.all_ready():
             if self._stopped.is_set():
                 raise UnavailableError("it was stopped while it started")
-            self._joined()
-            self._check(deadline)
+            self.check(deadline)
             self._stopped.wait(POLL_S)
-        self._joined()
-
-    def generation(self, node: NodePlan) -> str:
-        """Return the generation of a node; empty while the router does not know the node."""
-        refs = (status.node.ref for status in self._nodes())
-        return next((ref.generation for ref in refs if ref.node_id in node.node_ids), "")
 
     def all_ready(self) -> bool:
         ready = {status.node.ref.node_id for status in self._nodes() if status.state is NodeState.READY}
@@ -261,7 +191,7 @@ class Nodes:
             try:
                 if not is_starting:
                     return self.processes.terminate(name, STOP_TIMEOUT_S)
-                self.kill(name)
+                self.processes.kill(name, step_s=0.5)
             except subprocess.TimeoutExpired:
                 pass
             return "killed"
@@ -273,46 +203,22 @@ class Nodes:
             codes = dict(zip(names, pool.map(stop, names), strict=True))
         return codes | {name: stop(name) for name in list(self.processes.running)}
 
-    def owners(self) -> dict[int, str]:
-        """Return the name of our process that each process id belongs to."""
-        return self.processes.owners()
-
     def _nodes(self) -> tuple[NodeStatus, ...]:
         found = self.status()
         return () if found is None else found.nodes
 
-    def _joined(self) -> None:
-        """Note when each node was first seen at the router."""
-        found = {status.node.ref.node_id for status in self._nodes()}
-        here = {node.name for node in self.topology.nodes if found.issuperset(node.node_ids)}
-        for name in here & self.started.keys():
-            self.seconds.setdefault(name, []).append(round(time.monotonic() - self.started.pop(name), 1))
-            self.on_up(name)
-
-    def _check(self, deadline: float) -> None:
+    def check(self, deadline: float) -> None:
         """Raise UnavailableError or DeadlineError if it makes no sense to wait longer."""
         self.processes.check()
-        for status in self._nodes():
+        nodes = self._nodes()
+        for status in nodes:
             if status.state is NodeState.REFUSED:
                 raise UnavailableError(f"{status.node.ref.node_id} was refused: {status.detail}")
         if time.monotonic() > deadline:
-            missing = [node.name for node in self.topology.nodes if node.name not in self.seconds] or ["a pair"]
+            known = {status.node.ref.node_id for status in nodes}
+            missing = [node.name for node in self.topology.nodes if not known.issuperset(node.node_ids)] or ["a pair"]
             tails = "\n".join(self.processes.tail(name) for name in missing if name in self.processes.running)
             raise DeadlineError(f"{', '.join(missing)} did not start in time:\n{tails}")
-
-
-@contextmanager
-def running(
-    topology: Topology, logs: Path, on_up: Callable[[str], None] = lambda name: None, **settings: object
-) -> Iterator[Nodes]:
-    """Start a cluster that is ready inside the block; after the block no process is left, whatever happens."""
-    logs.mkdir(parents=True, exist_ok=True)
-    nodes = Nodes(topology, Processes(logs), on_up=on_up, **settings)  # type: ignore[arg-type]
-    try:
-        nodes.start()
-        yield nodes
-    finally:
-        nodes.stop()
 
 
 @contextmanager

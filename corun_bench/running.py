@@ -167,11 +167,10 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         chunk_size=machine.chunk_size,
         max_model_len=machine.max_model_len,
         decode_split=CLUSTERS[system.kind],
-        keep_certificates=True,
         threads=0 if on_gpu else max(1, len(machine.cores) // 2),
         start_timeout_s=START_TIMEOUT_S,
     )
-    nodes = Nodes(topology, Processes(logs), prefill_flags=(), router_flags=ROUTER_FLAGS)
+    nodes = Nodes(topology, Processes(logs), router_flags=ROUTER_FLAGS)
     try:
         await asyncio.to_thread(nodes.start)
         status = await asyncio.to_thread(nodes.status)

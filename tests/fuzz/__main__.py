@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import tyro
 
-from corun_bench.nodes import Topology
 from tests.fuzz.beside import CALM_S, besiege
 from tests.fuzz.hostile import ATTACKS, measure
 from tests.fuzz.runner import fuzzing
 from tests.fuzz.target import running
+from tests.nodes import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corun_bench.nodes import Nodes, Topology, running
 from tests.chaos.report import quantiles
 from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, ordinary, victim
 from tests.machine import free_port
+from tests.nodes import Nodes, Topology, running
 
 START_S = 300.0
 SETTLE_S = 60.0
@@ -82,13 +82,12 @@ class Tokens:
             path.write_text(text)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of a cluster (`corun_bench.nodes.Nodes`) with these tokens."""
-        return {
-            "router_flags": ("--client-tokens-file", str(self.files["clients"])),
-            "member_flags": ("--cluster-token-file", str(self.files["cluster"])),
-            "token": self.cluster,
-        }
+    def node_flags(self) -> tuple[str, ...]:
+        return ("--cluster-token-file", str(self.files["cluster"]))
+
+    @property
+    def router_flags(self) -> tuple[str, ...]:
+        return (*self.node_flags, "--client-tokens-file", str(self.files["clients"]))
 
 
 class Siege:
@@ -224,7 +223,8 @@ async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, 
     report = Report(seed=seed, minutes=minutes)
     url = f"http://127.0.0.1:{free_port()}"
     tokens = Tokens(logs)
-    with running(topology, logs, **tokens.settings) as nodes:
+    topology = replace(topology, node_flags=tokens.node_flags)
+    with running(topology, logs, router_flags=tokens.router_flags, token=tokens.cluster) as nodes:
         flags = ("--router", nodes.address, "--port", url.rpartition(":")[2])
         nodes.processes.start("gateway", "corun", "gateway", *flags)
         vocab_size = json.loads((Path(topology.model_path) / "config.json").read_text())["vocab_size"]

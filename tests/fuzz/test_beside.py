@@ -10,13 +10,13 @@ import pytest
 
 from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE
 from corun_bench.children import Processes
-from corun_bench.nodes import Nodes, Topology
 from tests.clusters import cluster
 from tests.fuzz import assaults
 from tests.fuzz.assaults import ASSAULTS, draw, victim
 from tests.fuzz.beside import SLOWER_S, Report, Siege
 from tests.fuzz.target import PATIENT
 from tests.gateway.serving import serving
+from tests.nodes import Nodes, Topology
 
 CALM: dict[str, Any] = {
     "way": "grpc",

@@ -19,12 +19,12 @@ from corun import Client, ClusterStatus, Generation, SamplingParams, Score
 from corun.cli import verify_report
 from corun.records.verification import Condition, VerifyCase
 from corun.types import NodeRole
-from corun_bench.nodes import Nodes
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
 from tests.e2e.test_structured import CONSTRAINTS
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome
+from tests.nodes import Nodes
 
 PAPER = {"temperature": 0.6, "max_tokens": 8}
 PAPER_SEED = 42

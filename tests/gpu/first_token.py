@@ -14,14 +14,15 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
 from corun import AsyncClient, SamplingParams
 from corun_bench.capacity import quantiles
-from corun_bench.nodes import Topology, environment, running
+from corun_bench.nodes import environment
+from tests.nodes import Topology, running
 from tests.otlp import Collector, Received, collecting, variables
 
 WARM = 5
@@ -104,7 +105,8 @@ def show(what: str, spans: Sequence[Received], began: dict[str, float], seen: di
 def main(options: FirstToken) -> None:
     with tempfile.TemporaryDirectory(prefix="corun-first-") as logs, collecting() as collector:
         given = variables(collector) | {"OTEL_BSP_MAX_QUEUE_SIZE": "100000"}
-        with environment(**given), running(options.topology, Path(logs), prefill_flags=()) as nodes:
+        topology = replace(options.topology, checks_all_kv=False)
+        with environment(**given), running(topology, Path(logs)) as nodes:
             asyncio.run(measure(nodes.address, collector, options))
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import tyro
 
 from corun.observe.stages import Reader
-from corun_bench.nodes import Topology, environment, running
+from corun_bench.nodes import environment
+from tests.nodes import Topology, running
 
 LOOK_S = 0.1
 """The time between two looks at the logs: stages that are shorter may be missed."""

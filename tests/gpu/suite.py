@@ -34,11 +34,12 @@ import tyro
 from corun import Client, ClusterStatus
 from corun.processes import descendants, end_tree
 from corun_bench import conditions
-from corun_bench.nodes import Nodes, Topology, environment, has_gpu, running
+from corun_bench.nodes import environment, has_gpu
 from tests.e2e.stock import result_of
 from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Found, Prompts
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
+from tests.nodes import Nodes, Topology, running
 
 STOP_S = 25.0
 """The time set aside for ending the cluster."""
@@ -200,7 +201,7 @@ class Run:
             began = time.monotonic()
 
     def _note_memory(self, moment: str, nodes: Nodes | None = None) -> None:
-        self._memory[moment] = conditions.gpu_memory({} if nodes is None else nodes.owners())
+        self._memory[moment] = conditions.gpu_memory({} if nodes is None else nodes.processes.owners())
         self.report.keep(gpu_memory=self._memory)
 
     def _stock(self, limit_s: float) -> dict[str, Any]:

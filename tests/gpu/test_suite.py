@@ -16,7 +16,7 @@ from corun.config.flags import parse
 from corun.errors import CorunError, UnavailableError
 from corun.types import NodeState
 from corun_bench import nodes
-from corun_bench.nodes import Topology
+from corun_bench.children import Processes
 from tests.e2e.stock import result_of
 from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths, sampling
 from tests.gpu.handoff import pairs
@@ -24,6 +24,7 @@ from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
 from tests.gpu.start import BEFORE, Watch
 from tests.gpu.suite import Run, Suite, log_lines
+from tests.nodes import CONFIGS, FREEDOMS, Nodes, Topology
 
 
 @pytest.fixture
@@ -81,21 +82,21 @@ def test_what_was_not_asked_for_is_switched_off(freedoms: Any, prefill: set[str]
     mixed = {"mixed"} - {freedoms} if freedoms != "all" else set()
     for node, off in zip(topology.nodes, (prefill, decode, prefill | decode | mixed), strict=True):
         flags = {flag for flag in topology.flags(node) if flag.startswith("--no-")} - {"--no-keep-certificates"}
-        assert flags == {f"--no-{nodes.FREEDOMS[name].replace('_', '-')}" for name in off}
+        assert flags == {f"--no-{FREEDOMS[name].replace('_', '-')}" for name in off}
 
 
 @pytest.mark.parametrize("keeps", [{}, {"keep_certificates": True}])
 def test_nodes_test_themselves_anew_unless_a_start_is_measured(keeps: dict[str, bool]) -> None:
     topology = Topology(model="tiny", colocated_gpus=(0,), prefill_gpus=(1,), decode_gpus=(1,), **keeps)
-    configs = [parse(nodes.CONFIGS[node.module], topology.flags(node)) for node in topology.nodes]
+    configs = [parse(CONFIGS[node.module], topology.flags(node)) for node in topology.nodes]
     assert [config.keep_certificates for config in configs] == [bool(keeps)] * 3
 
 
-@pytest.mark.parametrize("freedoms", ["all", "none", *nodes.FREEDOMS])
+@pytest.mark.parametrize("freedoms", ["all", "none", *FREEDOMS])
 def test_nodes_take_the_flags_of_a_topology(freedoms: Any) -> None:
     gpus: dict[str, Any] = {"prefill_gpus": (0,), "decode_gpus": (0,), "colocated_gpus": (1,)}
     topology = Topology(model="tiny", freedoms=freedoms, **gpus)
-    prefill, decode, colocated = (parse(nodes.CONFIGS[node.module], topology.flags(node)) for node in topology.nodes)
+    prefill, decode, colocated = (parse(CONFIGS[node.module], topology.flags(node)) for node in topology.nodes)
     assert isinstance(prefill, PrefillConfig)
     assert isinstance(decode, DecodeConfig)
     assert isinstance(colocated, ColocatedConfig)
@@ -128,7 +129,7 @@ def test_runs_are_compared_by_the_bits_of_their_cases() -> None:
 
 def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    cluster = nodes.Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), nodes.Processes(tmp_path))
+    cluster = Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), Processes(tmp_path))
     monkeypatch.setattr(cluster.processes, "start", lambda name, *flags: started.append(name))
     monkeypatch.setattr(cluster, "status", cluster._stopped.set)
     with pytest.raises(UnavailableError, match="stopped while it started"):
@@ -138,7 +139,7 @@ def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monke
 
 def test_a_colocated_node_has_joined_with_both_its_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready: dict[str, str] = {}
-    cluster = nodes.Nodes(Topology(model="tiny", colocated_gpus=(0,)), nodes.Processes(tmp_path))
+    cluster = Nodes(Topology(model="tiny", colocated_gpus=(0,)), Processes(tmp_path))
     monkeypatch.setattr(
         cluster,
         "_nodes",
@@ -153,10 +154,8 @@ def test_a_colocated_node_has_joined_with_both_its_sides(tmp_path: Path, monkeyp
     (plan,) = cluster.topology.nodes
     for name in plan.node_ids:
         assert not cluster.all_ready()
-        cluster._joined()
         assert cluster.seconds == {}
         ready[name] = "g1"
-    cluster._joined()
     assert cluster.all_ready()
     assert len(cluster.seconds["c0"]) == 1
     assert cluster.generation(plan) == "g1"
