@@ -25,7 +25,6 @@ from router.audit.idle import IdleRuns
 from router.audit.verifier import Verifier
 from router.delivery import OutputStreams
 from router.metrics import RouterMetrics
-from router.nodes.preparation import spawn
 from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.reflection import BoundedReflection
@@ -109,8 +108,8 @@ class Router:
             await self.observation.stop()
             raise
         for service in ("", REGISTRY_SERVICE):
-            await self.server.set_serving(service, True)
-        await self.server.set_serving(CLUSTER_SERVICE, False)
+            self.server.set_serving(service, True)
+        self.server.set_serving(CLUSTER_SERVICE, False)
         self.registry.subscribe(self._tell_health)
         self.observation.note_started()
         log.info("router %s listens on %s", self.router_id, self.server.address)
@@ -124,7 +123,7 @@ class Router:
         self.auditor.stop()
         self._is_ready = False
         for service in ("", CLUSTER_SERVICE):
-            await self.server.set_serving(service, False)
+            self.server.set_serving(service, False)
         if await self._activity.drain(self._config.drain_grace_s):
             await self.streams.end()  # gRPC complains of calls that are open when their server stops.
         else:
@@ -154,7 +153,7 @@ class Router:
         ready = not self.registry.missing() and not self._activity.draining
         if ready != self._is_ready:
             self._is_ready = ready
-            spawn(self.server.set_serving(CLUSTER_SERVICE, ready), "telling health")
+            self.server.set_serving(CLUSTER_SERVICE, ready)
 
     def _add_services(self) -> None:
         cluster = ClusterService(

@@ -160,7 +160,7 @@ class Life:
         engine = self._roles[-1].engine
         pulse = Pulse(engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s)
         self._watch(pulse.run())
-        await self._tell_health()
+        self._tell_health()
         self._observation.metrics.show(NodeMetrics(self._infos, lambda: self._is_serving))
         self._observation.metrics.add(EngineCollector(*(info.role for info in self._infos())))
         self._observation.note_started()
@@ -198,7 +198,7 @@ class Life:
             agent.tell()
         if error is not None:
             self._say(str(error))
-        await self._tell_health()
+        self._tell_health()
         await self._heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
         if error is None:
             await self._drain()
@@ -255,7 +255,7 @@ class Life:
         """Refuse all work and give up what runs, so that other nodes do it. An empty reason allows work again."""
         self._say(reason)
         try:
-            await self._tell_health()
+            self._tell_health()
             if reason:
                 await self._heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
         finally:
@@ -275,9 +275,9 @@ class Life:
     async def _heard(self, timeout_s: float) -> None:
         await asyncio.gather(*(agent.heard(timeout_s) for agent in self.agents))
 
-    async def _tell_health(self) -> None:
+    def _tell_health(self) -> None:
         for name in ("", *(role.service_name for role in self._roles)):
-            await self.server.set_serving(name, self._is_serving)
+            self.server.set_serving(name, self._is_serving)
 
     @property
     def _is_serving(self) -> bool:

@@ -139,7 +139,7 @@ class GrpcServer:
 
         Raises UnavailableError if the address cannot be used, and InvalidArgumentError for bad certificates.
         """
-        await self.set_serving("", False)
+        self.set_serving("", False)
         try:
             if self._tls is None:
                 self._port = self._server.add_insecure_port(self.address)
@@ -150,7 +150,7 @@ class GrpcServer:
             raise UnavailableError(f"cannot listen on {self.address}: is the port in use?") from error
         await self._server.start()
 
-    async def set_serving(self, service: str, serving: bool) -> None:
+    def set_serving(self, service: str, serving: bool) -> None:
         """Set what health says of a service, by its full name; "" is the whole process."""
         self._health.set(service, serving)
 

@@ -216,10 +216,10 @@ async def test_health() -> None:
 
         assert await check("") == STATUSES.NOT_SERVING
         await refusal(check(SERVICE), NotFoundError)
-        await server.set_serving("", True)
-        await server.set_serving(SERVICE, True)
+        server.set_serving("", True)
+        server.set_serving(SERVICE, True)
         assert await check("") == await check(SERVICE) == STATUSES.SERVING
-        await server.set_serving(SERVICE, False)
+        server.set_serving(SERVICE, False)
         assert await check(SERVICE) == STATUSES.NOT_SERVING
 
 
@@ -236,7 +236,7 @@ async def test_health_is_watched_by_so_many_and_one_that_leaves_does_not_silence
         await refusal(late.read(), OverloadedError)
         watches[0].cancel()
         await asyncio.sleep(0.1)
-        await server.set_serving("", True)
+        server.set_serving("", True)
         assert (await watches[1].read()).status == STATUSES.SERVING
         watches[1].cancel()
 
