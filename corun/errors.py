@@ -23,8 +23,8 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import grpc
@@ -277,6 +277,15 @@ class InternalError(CorunError):
     """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else."""
 
     code = grpc.StatusCode.INTERNAL
+
+
+@contextmanager
+def renaming(name: Callable[[str], str]) -> Iterator[None]:
+    """Raise an InvalidArgumentError again under the name that the caller knows its field by. `name` returns it."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(name(error.field), error.value, error.limit) from error
 
 
 def kind_of(error: CorunError) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 
 from corun.completion import Prompt, Score, Scores
 from corun.config.fields import RouterConfig
-from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError
+from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError, renaming
 from corun.observe.tracing import OFF, Span
 from corun.params import check_continuations, check_request_id, check_scored_lengths, check_token_ids
 from corun.receipt import output_digest
@@ -181,10 +181,8 @@ class ScoreRunner:
     ) -> tuple[int, ...]:
         if not isinstance(value, str):
             return check_token_ids(value, model.vocab_size, f"{field}.token_ids")
-        try:
+        with renaming(lambda _: f"{field}.text"):
             return (await self._requests.tokenize(value, deadline, caller, special=special, spelled=False)).token_ids
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{field}.text", error.value, error.limit) from error
 
 
 class ScoreRun:

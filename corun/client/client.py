@@ -42,7 +42,7 @@ from corun.client.request import (
 from corun.client.routers import Deadline, RouterLink, Routers, check_timeout, read_addresses
 from corun.completion import Chunk, Generation, Prompt, Scores
 from corun.config.fields import TlsConfig
-from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
+from corun.errors import CancelledByPeerError, CorunError, OverloadedError
 from corun.params import SamplingParams, check_text, check_token_ids
 from corun.records.rows import PromptRow
 from corun.records.verification import Condition, VerifyCase, VerifyResult
@@ -415,11 +415,10 @@ class AsyncClient:
         deadline = self._deadline(timeout_s)
         while True:
             try:
-                return await self._generate(prepared, deadline)
+                with at_index(index):
+                    return await self._generate(prepared, deadline)
             except OverloadedError as error:
                 delay = retry_delay_s(error, deadline)
-            except InvalidArgumentError as error:
-                raise at_index(index, error) from error
             await self._routers.pause(delay)
 
     async def _generate(self, prepared: PreparedRequest, deadline: Deadline) -> Generation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from corun.errors import (
     Shown,
     UnavailableError,
     is_answered,
+    renaming,
 )
 from corun.observe.trace_context import Metadata, of_caller
 from corun.params import SamplingParams
@@ -120,10 +122,8 @@ def prepare_all(
             raise InvalidArgumentError(name, Shown(f"{len(given)} values"), f"must be one per prompt, {len(prompts)}")
     known, requests = read_priority(priority), []
     for index, prompt in enumerate(prompts):
-        try:
+        with at_index(index):
             requests.append(prepare(prompt, _with_n(each_params[index], n), each_seed[index], None, known))
-        except InvalidArgumentError as error:
-            raise at_index(index, error) from error
     return requests
 
 
@@ -136,9 +136,9 @@ def read_priority(priority: Priority | str) -> Priority:
         raise InvalidArgumentError("priority", priority, limit) from None
 
 
-def at_index(index: int, error: InvalidArgumentError) -> InvalidArgumentError:
-    """Return the error of one prompt of a batch, with the prompt's index in its field."""
-    return InvalidArgumentError(f"prompts[{index}].{error.field}", error.value, error.limit)
+def at_index(index: int) -> AbstractContextManager[None]:
+    """Add the index of one prompt of a batch to the field of an InvalidArgumentError."""
+    return renaming(lambda field: f"prompts[{index}].{field}")
 
 
 def retry_delay_s(error: OverloadedError, deadline: Deadline) -> float:

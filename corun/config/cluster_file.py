@@ -37,8 +37,8 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from corun.config.fields import (
     Scope,
     is_loopback,
 )
-from corun.errors import InvalidArgumentError, Shown
+from corun.errors import InvalidArgumentError, Shown, renaming
 from corun.models import NAMED
 
 if sys.version_info >= (3, 11):
@@ -172,13 +172,9 @@ class PoolSpec:
         with self.saying_where(role):
             config.check_files()
 
-    @contextmanager
-    def saying_where(self, role: str) -> Iterator[None]:
+    def saying_where(self, role: str) -> AbstractContextManager[None]:
         """Name where a value was given in errors about the settings of a role."""
-        try:
-            yield
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(self.where(role, error.field), error.value, error.limit) from None
+        return renaming(lambda name: self.where(role, name))
 
     def ports(self, role: str, index: int) -> dict[str, int]:
         """Return the ports that are not 0 of the process number `index` of a role, from 0, by their settings.

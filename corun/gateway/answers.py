@@ -6,14 +6,14 @@ This module must not know HTTP: `corun batch` answers the lines of a file with i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
 from corun.client.client import AsyncClient
 from corun.completion import Assembler, Chunk
-from corun.errors import InvalidArgumentError
+from corun.errors import renaming
 from corun.gateway.echoes import Echo, scored
 from corun.gateway.errors import naming
 from corun.gateway.requests import CompletionRequest
@@ -100,13 +100,9 @@ async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chu
                 yield chunk
 
 
-@contextmanager
-def _of_prompt(asked: CompletionRequest, index: int) -> Iterator[None]:
+def _of_prompt(asked: CompletionRequest, index: int) -> AbstractContextManager[None]:
     """Name fields in errors about one prompt as the client knows them, with the number of one of several prompts."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        raise asked.named(error, index) from error
+    return renaming(lambda field: asked.named(field, index))
 
 
 async def merged(streams: Sequence[Chunks]) -> Numbered:

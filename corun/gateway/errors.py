@@ -6,14 +6,21 @@ This module must not know what the request was, nor how an answer is sent: `coru
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
 import grpc
 
-from corun.errors import MAX_SHOWN_VALUE, CorunError, InvalidArgumentError, PermissionDeniedError, Shown, shown
+from corun.errors import (
+    MAX_SHOWN_VALUE,
+    CorunError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    Shown,
+    renaming,
+    shown,
+)
 
 STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -64,13 +71,12 @@ def body(status: int, kind: str, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-@contextmanager
-def naming(field: str, name: str, *, whole: bool = False) -> Iterator[None]:
+def naming(field: str, name: str, *, whole: bool = False) -> AbstractContextManager[None]:
     """Name a field in errors as the client knows it, with what is below it unless the client knows it as a `whole`."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        if not error.field.startswith(field):
-            raise
-        below = "" if whole else error.field.removeprefix(field)
-        raise InvalidArgumentError(name + below, error.value, error.limit) from error
+
+    def known(found: str) -> str:
+        if not found.startswith(field):
+            return found
+        return name if whole else name + found.removeprefix(field)
+
+    return renaming(known)

@@ -118,9 +118,9 @@ class CompletionRequest:
         """Whether the tokens of prompts are scored."""
         return self.echo and self.params.logprobs
 
-    def named(self, error: InvalidArgumentError, prompt_index: int) -> InvalidArgumentError:
-        """Return an error about one prompt with the field's name as the client knows it, and the prompt's number."""
-        name, dot, rest = error.field.removeprefix(SAMPLING).partition(".")
+    def named(self, field: str, prompt_index: int) -> str:
+        """Return the field of an error about one prompt as the client knows it, with the prompt's number."""
+        name, dot, rest = field.removeprefix(SAMPLING).partition(".")
         if name.startswith("token_ids"):
             name, rest = "prompt", name
         if name.startswith("continuations"):  # A prompt is scored as the continuation of its first token.
@@ -128,10 +128,10 @@ class CompletionRequest:
         if name == "prompt":  # Here it is the text or the list itself.
             dot, rest = "", rest.removeprefix("text").removeprefix("token_ids")
         if name in self.names:
-            return InvalidArgumentError(self.names[name], error.value, error.limit)
+            return self.names[name]
         if name == "prompt" and self.is_list:
             name = f"prompt[{prompt_index}]"
-        return InvalidArgumentError(name + dot + rest, error.value, error.limit)
+        return name + dot + rest
 
 
 def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int) -> CompletionRequest:

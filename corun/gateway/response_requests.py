@@ -6,12 +6,12 @@ HTTP, nor what answers look like.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corun.errors import InvalidArgumentError, Shown
+from corun.errors import InvalidArgumentError, Shown, renaming
 from corun.gateway.chats import ChatRequest, chat_request
 from corun.gateway.requests import FIXED_STREAM_OPTIONS, Fixed, check_known, flag, read_json, text
 from corun.params import check_text
@@ -98,19 +98,18 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     return ResponseRequest(chat=asked_for, told=told, sources=sources)
 
 
-@contextmanager
-def named(sources: Mapping[str, str] | None = None) -> Iterator[None]:
+def named(sources: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
     """Name fields in errors as a client of this API knows them. sources: as in `ResponseRequest`."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        field = error.field
-        names = {**(sources or {}), **_NAMES}
+    names = {**(sources or {}), **_NAMES}
+
+    def known(field: str) -> str:
         for chats in sorted(names, key=len, reverse=True):  # A call's item before that of its message.
             if field.startswith(chats):
                 field = names[chats] + field[len(chats) :].replace("json_schema.", "")
                 break
-        raise InvalidArgumentError(field.replace(".function.", "."), error.value, error.limit) from error
+        return field.replace(".function.", ".")
+
+    return renaming(known)
 
 
 def _options(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corun.config.cluster_file import ClusterSpec
-from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
+from corun.errors import DeadlineError, UnavailableError
 from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
@@ -75,7 +75,5 @@ def check(spec: ClusterSpec) -> None:
     spec.check()
     spec.check_files()
     for pool in spec.pools:
-        try:
+        with pool.saying_where("prefill"):
             checked(pool.model)  # A model that is fetched or made comes to the machine where it is needed.
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(pool.where("prefill", "model"), error.value, error.limit) from None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.completion import Generation, Prompt, Sample
-from corun.errors import CorunError, InvalidArgumentError
+from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams, check_seed, check_text, check_token_ids
 from corun.types import Alternatives
 
@@ -217,11 +217,9 @@ def _prompt_row(values: dict[str, Any], number: str, where: str, defaults: Sampl
         raise located(where, error) from None
 
 
-def located(where: str, error: CorunError) -> CorunError:
+def located(where: str, error: InvalidArgumentError) -> InvalidArgumentError:
     """Return the error of one row with the row's place, `where`, in its field."""
-    if isinstance(error, InvalidArgumentError):
-        return InvalidArgumentError(f"{where}: {error.field}", error.value, error.limit)
-    return error
+    return InvalidArgumentError(f"{where}: {error.field}", error.value, error.limit)
 
 
 def _sample_values(sample: Sample) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
+from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError, renaming
 from corun.params import check_seed
 from corun.receipt import Receipt, alternatives_digest, prompt_digest, text_digest
 from corun.records.verification import Condition, VerifyCase, VerifyResult, all_if_none
@@ -285,13 +285,9 @@ class Verifier:
                 return job.judge.failure(job.condition, index, str(error))
 
 
-@contextmanager
-def naming_case(index: int) -> Iterator[None]:
+def naming_case(index: int) -> AbstractContextManager[None]:
     """Add the index of the case to the field of an InvalidArgumentError."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"cases[{index}].{error.field}", error.value, error.limit) from None
+    return renaming(lambda field: f"cases[{index}].{field}")
 
 
 def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> SampleTask:

@@ -68,10 +68,10 @@ def test_what_is_no_constraint_is_refused_by_name(fields: dict[str, Any], name: 
 
 
 def test_errors_of_nodes_name_the_field_that_the_client_sent() -> None:
-    error = InvalidArgumentError("sampling_params.structured_outputs.json", 1, "must be less")
+    field = "sampling_params.structured_outputs.json"
     body = {"prompt": "x", "response_format": schema(SCHEMA)}
-    assert read_request(json.dumps(body).encode(), max_prompts=1).named(error, 0).field == "response_format"
+    assert read_request(json.dumps(body).encode(), max_prompts=1).named(field, 0) == "response_format"
     for beside in ({}, {"response_format": None}, {"response_format": {"type": "text"}}):
         body = {"prompt": "x", "structured_outputs": {"json": SCHEMA}, **beside}
         asked = read_request(json.dumps(body).encode(), max_prompts=1)
-        assert asked.named(error, 0).field == "structured_outputs.json"
+        assert asked.named(field, 0) == "structured_outputs.json"
