@@ -15,7 +15,7 @@ import tyro
 from corun.cli.fingerprint import contract_lines, contracts_beside
 from corun.cli.openai_batch import Answer, OpenAiFile, is_openai_file
 from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
-from corun.client.client import AsyncClient
+from corun.client.client import AsyncClient, all_or_none
 from corun.client.progress import ProgressBar
 from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
 from corun.client.routers import Deadline
@@ -163,13 +163,7 @@ class _Run:
                 bar.advance()
 
         async with self._batch.cluster.async_client() as client:
-            workers = [asyncio.create_task(work()) for _ in range(min(self._batch.concurrency, len(self._todo)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+            await all_or_none(work() for _ in range(min(self._batch.concurrency, len(self._todo))))
 
     async def _ask(self, client: AsyncClient, row: Any) -> Answer:
         """Return the answer to one row. An overloaded router is asked again."""

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -225,7 +225,7 @@ class AsyncClient:
                 bar.advance()
 
             with bar:
-                await _all_or_none([run(row) for row in todo])
+                await all_or_none([run(row) for row in todo])
             return Generations(kept.found[row.id] for row in rows)
 
     async def score(
@@ -464,11 +464,12 @@ class AsyncClient:
         return await self._routers.reach(min(self._connect_timeout_s, deadline.remaining_s))
 
 
-async def _all_or_none(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines side by side. The first error ends the others, and is raised when they have ended."""
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side and return their results. The first error ends the others, and is raised when they
+    have ended."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
-from corun.client.client import AsyncClient
+from corun.client.client import AsyncClient, all_or_none
 from corun.completion import Assembler, Chunk
 from corun.errors import renaming
 from corun.gateway.echoes import Echo, scored
@@ -80,13 +80,7 @@ async def _echoes_of(asked: CompletionRequest, client: AsyncClient) -> list[Echo
         with _of_prompt(asked, index):
             return await scored(asked, client, index)
 
-    tasks = [asyncio.ensure_future(one(index)) for index in range(len(asked.prompts))]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await all_or_none(one(index) for index in range(len(asked.prompts)))
 
 
 async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:
