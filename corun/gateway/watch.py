@@ -109,11 +109,6 @@ class Watch:
         self._watchers: Counter[str] = Counter()
         self._ended: CorunError | None = None
 
-    @property
-    def asking(self) -> int:
-        """The number of tokens with which routers are asked now."""
-        return len(self._sources)
-
     async def view(self, token: str) -> View:
         """Return what a token sees now, after at most `FIRST_S` seconds. Raises the error of a router that refuses the
         token, and OverloadedError if too many tokens are in use."""

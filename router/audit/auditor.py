@@ -19,7 +19,7 @@ from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.records.reproduction import Drawn, Reproduction, write_reproduction
 from corun.types import NO_ALTERNATIVES, Alternatives, AuditStatus, FinishReason
-from router.attempt import NodeFaultError, SampleTask, receipt_of
+from router.attempt import Attempt, NodeFaultError, SampleTask, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.clock import loop_time
 from router.nodes.node_client import NotFiniteError
@@ -169,7 +169,7 @@ class Auditor:
         if isinstance(end, NodeFaultError) and isinstance(end.error, NotFiniteError):
             end = FinishReason.ERROR  # This is a difference: the first run had finite logits and drew tokens.
         if isinstance(end, FinishReason):
-            self._judge(audit, run, end)
+            self._judge(audit, run.attempt, end)
         elif end is not None:
             self._counts["failed"] += 1
             known = isinstance(end, (NodeFaultError, CorunError))
@@ -179,11 +179,11 @@ class Auditor:
         else:
             self._waiting.appendleft(audit)
 
-    def _judge(self, audit: Audit, run: IdleRun, reason: FinishReason) -> None:
-        nodes = (ref.node_id for ref in run.placement.refs)
+    def _judge(self, audit: Audit, attempt: Attempt, reason: FinishReason) -> None:
+        nodes = (ref.node_id for ref in attempt.placement.refs)
         same_nodes = tuple(node_id for node_id in nodes if node_id in audit.need.avoid)  # There were no others.
         self._counts["same_node"] += bool(same_nodes)
-        output = run.attempt.output
+        output = attempt.output
         assert isinstance(output, AuditOutput)
         differs_at = output.differs_at(reason)
         if differs_at is None:
@@ -192,10 +192,10 @@ class Auditor:
             return
         first = audit.finished.receipt
         found = Reproduction(
-            prompt_token_ids=run.task.prompt_token_ids,
-            params=run.task.params,
+            prompt_token_ids=attempt.task.prompt_token_ids,
+            params=attempt.task.params,
             first=first,
-            audit=receipt_of(run.task, first.fingerprint, output, run.placement, reason),
+            audit=receipt_of(attempt.task, first.fingerprint, output, attempt.placement, reason),
             differs_at=differs_at,
             first_token=_drawn(audit.finished.records, differs_at),
             audit_token=_drawn(output.records, differs_at),

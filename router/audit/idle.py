@@ -52,7 +52,6 @@ class IdleRun:
     """One run of one sample, from its placement to its end."""
 
     def __init__(self, attempt: Attempt, keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
-        self.task = attempt.task
         self.placement = attempt.placement
         self.end: FinishReason | BaseException | None = None
         """Why the run's sample ended, or the error that ended the run before. None while it runs, and if it gave way
@@ -141,7 +140,7 @@ class IdleRuns:
         was_refused = isinstance(error, OverloadedError)  # Other routers' samples may be on the node.
         run.end = None if task.cancelled() or was_refused else error or task.result()
         run.on_end(run)
-        is_late = loop_time() >= run.task.deadline
+        is_late = loop_time() >= run.attempt.task.deadline
         if isinstance(error, NodeFaultError) and not is_late:  # It is not tried elsewhere: no client waits for it.
             self._registry.note_fault(error.node, error.error)
         if was_refused:

@@ -145,7 +145,7 @@ async def test_many_viewers_are_one_question(model: str, asked: list[Any], monke
         assert counts == [20] * 8
         assert len(asked) - before <= 20 + 8, "the viewers begin at other times"
         assert all(one.with_samples and one.without_contracts for one in asked[before:])
-        await fake.until(lambda: http.gateway.live.watch.asking == 0)
+        await fake.until(lambda: not http.gateway.live.watch._sources)
         after = len(asked)
         await asyncio.sleep(0.2)
         assert len(asked) == after, "nobody looks"
