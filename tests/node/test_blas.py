@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.loading import load
+from tests.loading import environment, load
 
 GOOD = (66, 20, 1, 0, 0, 3, 35, 0, 4)
 """An algorithm: id, tile, K splits, reduction scheme, swizzle, custom option, stages, inner shape, cluster shape."""
@@ -205,7 +205,8 @@ def latent_attention(torch: Any, heads: int = 2, nope: int = 8, rope: int = 4, r
     layer.quant_config = SimpleNamespace(get_quant_method=lambda *_, **__: object())  # It asks for no default scales.
     layer.kv_b_proj = torch.nn.Linear(rank, heads * (nope + size), bias=False, dtype=torch.bfloat16)
     layer.kv_b_proj.quant_method = None
-    module.MLAAttention.process_weights_after_loading(layer, torch.bfloat16)
+    with environment():  # It imports more of vLLM, with warnings.
+        module.MLAAttention.process_weights_after_loading(layer, torch.bfloat16)
     layer._v_up_proj = module.MLAAttention._v_up_proj.__get__(layer)
     return layer
 
