@@ -7,7 +7,7 @@ scheduler says which of the two a step is (colocated_node/scheduler.py). Must no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from vllm.platforms import current_platform
 
 from colocated_node.certify import MixedCertification, ScoreCertification
 from colocated_node.shares import BUCKETS, SLOTS
-from corun.node.vllm import attention, pin
+from corun.node.vllm import attention, graphs, pin
 from corun.node.vllm.selftest import Stepper, Trace
 from corun.types import Freedom
 from decode_node.slots import smaller_than
-from decode_node.worker import FixedShapeWorker, choose_graphs_v2, sampling_style
+from decode_node.worker import FixedShapeWorker, sampling_style
 from prefill_node.worker import FreedomTest, PrefillWorker
 
 
@@ -46,11 +46,15 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
     def buckets(self) -> list[int]:
         return list(self._settings[BUCKETS])
 
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        if not current_platform.is_cpu():
-            keep_rows_graphs_v2(self.model_runner.cudagraph_manager, lambda: self.holds_prompts)
-        return times
+    @property
+    def row_lengths(self) -> Sequence[int]:
+        return (*smaller_than(self.slots), self.slots)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether a captured step with prompts may be whole. What is captured keeps its cuts, so it may not where
+        attention cuts rows, and not prompts."""
+        return not self.piece and super().may_be_whole
 
     def rows_of(self, live: int) -> int:
         return live if self.holds_prompts else super().rows_of(live)
@@ -58,7 +62,8 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
     def use(self, *sizes: int) -> None:
         self.sizes = sizes
         if not current_platform.is_cpu():
-            choose_graphs_v2(self.model_runner.cudagraph_manager, sizes, self.graph_of)
+            manager = self.model_runner.cudagraph_manager
+            graphs.choose(manager, rows_of=self.graph_of_rows, length_of=self.graph_of)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step: one of the scheduler, of a self-test, or of vLLM's own warm-up, which says nothing of prompts."""
@@ -125,21 +130,8 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         """Return what a decode node's worker would: the contract has the graphs of its steps."""
         seen = super().observe()
         if "graph" in seen:
-            captured = {graph.num_tokens for graph in self.model_runner.cudagraph_manager.graphs}
-            sizes = captured.intersection((*smaller_than(self.slots), self.slots))
-            seen["graph"] = f"FULL_DECODE_ONLY {sorted(sizes)}"
+            seen["graph"] = f"FULL_DECODE_ONLY {graphs.of_rows(self.model_runner.cudagraph_manager)}"
         if self.piece and not self.unfit_attention:
             seen[pin.PROMPT_SPLITS] = attention.policy(self._builders(cut=False))
             self._builders(cut=True)
         return seen
-
-
-def keep_rows_graphs_v2(manager: Any, holds_prompts: Callable[[], bool]) -> None:
-    """Let steps with prompts run no graph of rows, even if each prompt has one token, as on a prefill node, which has
-    no such graphs (vllm/v1/worker/gpu/cudagraph_utils.py: `dispatch`)."""
-    dispatch = manager.dispatch
-
-    def of_step(num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any) -> Any:
-        return dispatch(num_reqs, num_tokens, None if holds_prompts() else uniform_token_count, *args, **kwargs)
-
-    manager.dispatch = of_step

@@ -10,8 +10,7 @@ The hooks are instance attributes. They are set after vLLM's own warm-up, which 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
 
 from corun.node.certificate import VOID, Evidence
 from corun.node.kv.handle import TOPS_PARAM
-from corun.node.vllm import pin
+from corun.node.vllm import graphs, pin
 from corun.node.vllm.logprobs import alternatives, log_probabilities
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
@@ -63,6 +62,10 @@ class FixedShapeWorker(NodeWorker):
         """Return the number of rows of a step with `live` requests."""
         return rows_of_step(live, self.sizes)
 
+    def graph_of_rows(self, live: int) -> int:
+        """Return the number of rows of the graph that a decode step of `live` requests runs; 0: it runs none."""
+        return rows_of_step(live, self.sizes) if live <= self.sizes[-1] else 0
+
     @property
     def slots(self) -> int:
         return int(self.vllm_config.scheduler_config.max_num_seqs)
@@ -80,7 +83,7 @@ class FixedShapeWorker(NodeWorker):
         """
         self.sizes = sizes
         if not current_platform.is_cpu():
-            choose_graphs_v2(self.model_runner.cudagraph_manager, sizes)
+            graphs.choose(self.model_runner.cudagraph_manager, rows_of=self.graph_of_rows)
 
     def certify(self) -> str:
         """Return the first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
@@ -124,13 +127,9 @@ class FixedShapeWorker(NodeWorker):
         return f"steps of {rows} rows: {finding}" if finding else ""
 
     def _control(self, test: Certification) -> str:
-        """Return what differs with other splits in attention. Captured graphs have their splits inside, so these steps
-        run without them."""
+        """Return what differs with other splits in attention."""
         self.use(self.slots)
-        if current_platform.is_cpu():
-            return test.control()
-        with without_graphs_v2(self.model_runner.cudagraph_manager):
-            return test.control()
+        return test.control()
 
     def use_rows(self, certified: Sequence[int]) -> None:
         """Allow the smaller steps that all ranks have certified."""
@@ -328,36 +327,3 @@ def columns(batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     repeated = torch.arange(rows, device=batch.logits_indices.device) % batch.num_reqs
     at, mapping, local = (column[repeated] for column in found)
     return at, mapping, local
-
-
-def choose_graphs_v2(manager: Any, sizes: Sequence[int], graph_of: Callable[[int], int] | None = None) -> None:
-    """Let decode steps run only the captured graphs with these numbers of rows, ascending.
-
-    If prefill runs in the same engine, `graph_of` tells to which length its steps are padded, as on a prefill node (0:
-    they run without a graph); other piecewise graphs were captured because rows have graphs of these lengths. None: its
-    steps keep the piecewise graph of their own length (vllm/v1/worker/gpu/cudagraph_utils.py).
-    """
-    full = {graph.num_tokens: graph for graph in manager.graphs}
-    pieces = {
-        (one.num_tokens, loras): one
-        for (_, loras), candidates in manager._candidates.items()
-        for one in candidates
-        if one.uniform_token_count is None
-    }
-    for (tokens, loras), candidates in list(manager._candidates.items()):
-        rows = [full[rows_of_step(tokens, sizes)]] if tokens <= sizes[-1] else []
-        prompts = [one for one in candidates if one.uniform_token_count is None]
-        if graph_of is not None:
-            length = graph_of(tokens)
-            prompts = [pieces[length, loras]] if length else []
-        manager._candidates[tokens, loras] = rows + prompts
-
-
-@contextmanager
-def without_graphs_v2(manager: Any) -> Iterator[None]:
-    """Let decode steps run no captured graph (vllm/v1/worker/gpu/cudagraph_utils.py: `dispatch`)."""
-    candidates, manager._candidates = manager._candidates, {}
-    try:
-        yield
-    finally:
-        manager._candidates = candidates

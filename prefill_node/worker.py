@@ -24,7 +24,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from corun.node.certificate import Evidence
 from corun.node.kv.handle import TARGETS_PARAM
-from corun.node.vllm import blas, structure
+from corun.node.vllm import attention, blas, graphs, structure
 from corun.node.vllm.logprobs import log_probabilities
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.start import step_tokens
@@ -49,13 +49,32 @@ log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own log
 class PrefillWorker(NodeWorker):
     """Computes prompts with the stock model runner, and scores tokens in its own way."""
 
+    holds_prompts = True
+    """Whether the step that runs holds prompts; all of a prefill node's do."""
+
     def compile_or_warm_up_model(self) -> Any:
+        if current_platform.is_cpu():
+            times = super().compile_or_warm_up_model()
+            score_in_steps_v1(self.model_runner, self.scorer())
+            return times
+        manager, builders = self.model_runner.cudagraph_manager, attention.builders_of(self.model_runner)
+        whole = self.may_be_whole and graphs.can_be_whole(builders)
+        graphs.plan(manager, builders, {*self.buckets, self.full_step}, self.row_lengths, whole=whole)
+        graphs.guard(manager, lambda: self.holds_prompts)
         times = super().compile_or_warm_up_model()
-        score_in_steps = score_in_steps_v1 if current_platform.is_cpu() else score_in_steps_v2
-        score_in_steps(self.model_runner, self.scorer())
-        if not current_platform.is_cpu():
-            choose_prompt_graphs_v2(self.model_runner.cudagraph_manager, self.graph_of)
+        score_in_steps_v2(self.model_runner, self.scorer())
+        graphs.choose(manager, length_of=self.graph_of)
         return times
+
+    @property
+    def row_lengths(self) -> Sequence[int]:
+        """The numbers of rows of decode steps that have a graph; a prefill node has no such steps."""
+        return ()
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether a captured step with prompts may be whole, attention included."""
+        return structure.has_one_tile(self.vllm_config)
 
     def graph_of(self, tokens: int) -> int:
         """Return the length to which a step with prompts is padded, which has a graph; 0: it runs without one."""
@@ -115,19 +134,19 @@ class PrefillWorker(NodeWorker):
         return int(self.vllm_config.scheduler_config.long_prefill_token_threshold or self.budget)
 
     @property
-    def graphs(self) -> list[int]:
+    def lengths(self) -> list[int]:
         """The lengths of all captured graphs, ascending."""
         return sorted(self.vllm_config.compilation_config.cudagraph_capture_sizes or [])
 
     @property
     def buckets(self) -> list[int]:
         """The lengths of steps that have a graph by the contract, ascending."""
-        return [size for size in self.graphs if size <= self.chunk_size]
+        return [size for size in self.lengths if size <= self.chunk_size]
 
     @property
     def full_step(self) -> int:
         """The length of a full step if that has a graph (prefill_node/engine.py: `full_step`); else 0."""
-        return self.budget if self.budget in self.graphs[-1:] and self.budget > self.chunk_size else 0
+        return self.budget if self.budget in self.lengths[-1:] and self.budget > self.chunk_size else 0
 
     @property
     def nearly_full(self) -> int:
@@ -159,16 +178,6 @@ class PrefillWorker(NodeWorker):
             scenes=CPU_SCENES if on_cpu else 2**20,
         )
         return within(limits, stepper.num_blocks - 1, stepper.block_size)
-
-
-def choose_prompt_graphs_v2(manager: Any, graph_of: Callable[[int], int]) -> None:
-    """Let steps with prompts run the graph that `graph_of` tells, or none (vllm/v1/worker/gpu/cudagraph_utils.py). By
-    itself vLLM takes the next longer one, also for a step that is far from full. Graphs of rows stay as they are."""
-    for (tokens, loras), candidates in list(manager._candidates.items()):
-        length = graph_of(tokens)
-        manager._candidates[tokens, loras] = [
-            one for one in candidates if one.uniform_token_count is not None or one.num_tokens == length
-        ]
 
 
 class FreedomTest:

@@ -192,7 +192,7 @@ WHERE = {
     "tokenizers": {"router/text.py"},
     "opentelemetry": {"corun/observe/tracing.py"},
     "prometheus_client": {"metrics"},
-    "vllm": {"engine", "start", "scheduler", "worker", "attention", "connector", "selftest", "masks", "gate"},
+    "vllm": {"engine", "start", "scheduler", "worker", "attention", "connector", "selftest", "masks", "gate", "graphs"},
     "llguidance": {"grammar"},
     "torch": {"engine", "start", "worker", "attention", "selftest", "blas", "certify", "sampling", "switches"}
     | {"digest", "logprobs", "masks", "logprob_kernels", "scoring"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.node.vllm.structure import one_kernel_gates, packs_contexts, refused
+from corun.node.vllm.structure import has_one_tile, one_kernel_gates, packs_contexts, refused
 from corun.types import Freedom
 from tests.loading import load
 
@@ -192,3 +192,25 @@ def test_vllm_takes_the_first_prompts_of_a_step_for_those_with_context(
 
     assert tokens_with_context([2048, 0]) == 600
     assert tokens_with_context([0, 2048]) == 600, "the tokens of the prompt without context; those of the other are 700"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"head": 256}, True),
+        ({"head": 64}, False),
+        ({"mla": True}, False),
+        ({"window": 4096}, False),
+        ({"cache": "fp8"}, False),
+    ],
+)
+def test_attention_has_one_tile_for_all_queries_only_if_it_is_known_to(changes: dict[str, Any], expected: bool) -> None:
+    values = {"head": 128, "mla": False, "window": None, "cache": "auto"} | changes
+    model = SimpleNamespace(
+        use_mla=values["mla"],
+        get_head_size=lambda: values["head"],
+        get_sliding_window=lambda: values["window"],
+    )
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=values["cache"]))
+    assert has_one_tile(config) is expected

@@ -41,17 +41,6 @@ def test_a_prompt_alone_never_has_the_graph_of_a_full_step(chunk: int, step: int
     }
 
 
-def test_graphs_of_rows_stay_and_longer_ones_of_prompts_go() -> None:
-    module = load("prefill_node.worker")
-    piece, long, rows = (
-        SimpleNamespace(num_tokens=tokens, uniform_token_count=count)
-        for tokens, count in ((16, None), (64, None), (64, 1))
-    )
-    manager = SimpleNamespace(_candidates={(9, 0): [rows, piece], (20, 0): [rows, long], (60, 0): [rows, long]})
-    module.choose_prompt_graphs_v2(manager, lambda tokens: 16 if tokens <= 16 else 64 if tokens >= 56 else 0)
-    assert manager._candidates == {(9, 0): [rows, piece], (20, 0): [rows], (60, 0): [rows, long]}
-
-
 @pytest.mark.parametrize("uses_mla", [True, False])
 def test_products_by_head_are_looked_at_with_mla_alone(monkeypatch: pytest.MonkeyPatch, uses_mla: bool) -> None:
     module = load("prefill_node.worker")

@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from corun.node.vllm import graphs
+
 NULL_BLOCK = 0
 """vLLM's null block: padding rows write there."""
 DRAWN_ROWS = 512
@@ -150,8 +152,8 @@ class Stepper:
     def other_splits(self) -> Iterator[None]:
         """Let attention cut KV in another way than the contract's: sums in another order, and nothing else.
 
-        On a GPU FlashAttention then cuts KV by its own heuristic, which looks at the whole batch. This reaches only
-        steps that run without a captured graph of attention. On a CPU split-KV is what it is not in the contract.
+        On a GPU FlashAttention then cuts KV by its own heuristic, which looks at the whole batch. Captured graphs have
+        their splits inside, so these steps run without them. On a CPU split-KV is what it is not in the contract.
         """
         if current_platform.is_cpu():
             with _replaced(ops, "cpu_attn_get_scheduler_metadata", _flipped):
@@ -159,6 +161,7 @@ class Stepper:
             return
         groups = (group for groups in self._runner.attn_groups for group in groups)
         with ExitStack() as stack:
+            stack.enter_context(graphs.without(self._runner.cudagraph_manager))
             for builder in (builder for group in groups for builder in group.metadata_builders):
                 stack.enter_context(_replaced(builder, "build", _with_heuristic))
                 if (prompts := getattr(builder, "_prefill_backend", None)) is not None:

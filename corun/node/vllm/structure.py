@@ -55,6 +55,13 @@ def packs_contexts(config: Any) -> bool:
     return not config.model_config.use_mla
 
 
+def has_one_tile(config: Any) -> bool:
+    """Return whether FlashAttention 3 has key tiles of one length for every query length (hopper/tile_size.h)."""
+    model = config.model_config
+    has_other = model.use_mla or model.get_sliding_window() is not None or config.cache_config.cache_dtype != "auto"
+    return not has_other and model.get_head_size() in HEAD_SIZES
+
+
 def one_kernel_gates(model: Any) -> bool:
     """Return whether a loaded model has router layers with one kernel for every number of rows."""
     return any(type(module).__name__ == ONE_KERNEL for module in model.modules())
