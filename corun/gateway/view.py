@@ -18,7 +18,6 @@ from corun.types import (
     GONE_AS_PLANNED,
     ClusterStatus,
     Distribution,
-    NodeLoad,
     NodeRole,
     NodeState,
     NodeStatus,
@@ -124,7 +123,6 @@ class View:
     model: str
     fingerprint: str
     router: str
-    serving: bool
     state: str
     colour: str
     alerts: tuple[tuple[str, str], ...]
@@ -169,7 +167,6 @@ def waiting(why: str, colour: str = "warn") -> View:
         model="",
         fingerprint="",
         router="",
-        serving=False,
         state="no answer yet",
         colour=colour,
         alerts=((colour, why),),
@@ -187,7 +184,6 @@ def view_of(history: History) -> View:
         model=status.model.name if status.model else "",
         fingerprint=status.fingerprint,
         router=status.router_id,
-        serving=not missing,
         state=state,
         colour=colour,
         alerts=tuple(_alerts(status)),
@@ -288,7 +284,7 @@ def _cards(status: ClusterStatus) -> Iterator[Card]:
 
 
 def _card(status: NodeStatus, *, colocated: bool) -> Card:
-    node, load, samples = status.node, status.load, status.samples or SlotSamples()
+    node, samples = status.node, status.samples or SlotSamples()
     planned = status.detail == GONE_AS_PLANNED
     cells, line = _letters(status, samples)
     return Card(
@@ -300,7 +296,7 @@ def _card(status: NodeStatus, *, colocated: bool) -> Card:
         colour="off" if planned else _COLOURS[status.state],
         colocated=colocated,
         freedoms=tuple((FREEDOMS.get(one.name, one.name), one.refused) for one in node.freedoms),
-        figures=tuple(_node_figures(status, load, samples)) if status.is_in_use else (),
+        figures=tuple(_node_figures(status)) if status.is_in_use else (),
         slots=0 if node.role is NodeRole.PREFILL else node.slots,
         cells=cells,
         line=line,
@@ -308,8 +304,8 @@ def _card(status: NodeStatus, *, colocated: bool) -> Card:
     )
 
 
-def _node_figures(status: NodeStatus, load: NodeLoad, samples: SlotSamples) -> Iterator[Figure]:
-    node = status.node
+def _node_figures(status: NodeStatus) -> Iterator[Figure]:
+    node, load = status.node, status.load
     if node.role is NodeRole.DECODE:
         yield Figure(key="slots", value=f"{load.used_slots} / {node.slots}", note=f"slots, {status.in_line} in line")
     else:
@@ -320,7 +316,8 @@ def _node_figures(status: NodeStatus, load: NodeLoad, samples: SlotSamples) -> I
 def _letters(status: NodeStatus, samples: SlotSamples) -> tuple[str, str]:
     """Return the letters of a node's slots, and of its places in line."""
     slots = status.node.slots
-    letters = dict(zip(samples.places, map(_letter, samples.decoding), strict=True))
+    decoding = zip(samples.places, samples.decoding, strict=True)
+    letters = {place: RUNNING if decodes else RESERVED for place, decodes in decoding}
     if status.state is NodeState.DRAINING:
         letters = dict.fromkeys(letters, DRAINING)
     cells = [letters.get(number, EMPTY) for number in range(slots)]
@@ -330,10 +327,6 @@ def _letters(status: NodeStatus, samples: SlotSamples) -> tuple[str, str]:
             cells[number], others = OTHER, others - 1
     line = [letter for number, letter in sorted(letters.items()) if number >= slots]
     return "".join(cells), "".join(line + [OTHER] * others)
-
-
-def _letter(decoding: bool) -> str:
-    return RUNNING if decoding else RESERVED
 
 
 def _rows(samples: SlotSamples) -> Iterator[tuple[Any, ...]]:

@@ -90,7 +90,7 @@ class _Source:
         except CorunError as error:
             alert = "bad", f"The cluster does not answer: {error}"
             known = view_of(self._history) if self._history.looks else waiting("")
-            self.view = replace(known, serving=False, state="no answer", colour="bad", alerts=(alert,))
+            self.view = replace(known, state="no answer", colour="bad", alerts=(alert,))
         else:
             self._history.add(Look(time.monotonic(), status))
             self.view = view_of(self._history)

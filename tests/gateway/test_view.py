@@ -186,7 +186,7 @@ def test_alerts_and_states() -> None:
         ("bad", "d1 is lost: no heartbeat for 10 s. Its streams go on elsewhere."),
         ("bad", "d3 is refused: wrong bits."),
     )
-    assert (found.serving, found.state) == (False, "no decode node is ready")
+    assert (found.state, found.colour) == ("no decode node is ready", "warn")
     assert [card.colour for card in found.cards] == ["good", "bad", "off", "bad"]
     assert not found.cards[1].figures, "nothing is known of a node that is lost"
 
