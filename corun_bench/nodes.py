@@ -12,9 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,8 +167,8 @@ class Nodes:
             self.wait(deadline)
 
     def start_node(self, node: NodePlan) -> None:
-        with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, node.gpus)) if has_gpu() else None):
-            self.processes.start(node.name, node.module, "--router", self.address, *self.topology.flags(node))
+        env = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if has_gpu() else {})
+        self.processes.start(node.name, node.module, "--router", self.address, *self.topology.flags(node), env=env)
 
     def wait(self, deadline: float) -> None:
         """Wait until all nodes are ready. Raises UnavailableError or DeadlineError if one will not be."""
@@ -224,23 +222,6 @@ class Nodes:
             missing = [node.name for node in self.topology.nodes if not known.issuperset(node.node_ids)] or ["a pair"]
             tails = "\n".join(self.processes.tail(name) for name in missing if name in self.processes.running)
             raise DeadlineError(f"{', '.join(missing)} did not start in time:\n{tails}")
-
-
-@contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Set environment variables for processes that are started in the block. None leaves a variable as it is.
-
-    Not safe with several threads.
-    """
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 @functools.cache

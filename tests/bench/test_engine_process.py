@@ -147,7 +147,7 @@ async def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_process(
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(Nodes, "all_ready", lambda nodes: not loop.call_soon_threadsafe(begun.set))
     monkeypatch.setattr(Nodes, "status", lambda nodes: None)
-    monkeypatch.setattr(Processes, "start", lambda self, name, *_: start(self, name, "timeit", "-n1", *DEAF))
+    monkeypatch.setattr(Processes, "start", lambda self, name, *_, **__: start(self, name, "timeit", "-n1", *DEAF))
     nodes = Nodes(Topology(model="tiny"), processes)
     starting = asyncio.create_task(asyncio.to_thread(nodes.start))
     await asyncio.wait_for(begun.wait(), DEADLINE_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
@@ -16,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import tyro
 
 from corun import AsyncClient, SamplingParams
 from corun_bench.capacity import quantiles
-from corun_bench.nodes import environment
 from tests.nodes import Topology, running
 from tests.otlp import Collector, Received, collecting, variables
 
@@ -106,7 +107,7 @@ def main(options: FirstToken) -> None:
     with tempfile.TemporaryDirectory(prefix="corun-first-") as logs, collecting() as collector:
         given = variables(collector) | {"OTEL_BSP_MAX_QUEUE_SIZE": "100000"}
         topology = replace(options.topology, checks_all_kv=False)
-        with environment(**given), running(topology, Path(logs)) as nodes:
+        with mock.patch.dict(os.environ, given), running(topology, Path(logs)) as nodes:
             asyncio.run(measure(nodes.address, collector, options))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -23,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import tyro
 from rich import box
@@ -31,7 +33,6 @@ from rich.table import Table
 
 from corun.observe.nvidia_smi import smi
 from corun_bench import conditions
-from corun_bench.nodes import environment
 
 ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 PAIR_TIMEOUT_S = 90.0
@@ -105,7 +106,8 @@ def measure(pair: Pair, options: Handoff) -> Iterator[dict[str, Any]]:
     processes = [context.Process(target=target, args=args, daemon=True) for target, args in roles]
     with ExitStack() as cleanup:
         for process, visible in zip(processes, pair.visible, strict=True):
-            with environment(**pair.env, CUDA_VISIBLE_DEVICES=visible or None):
+            shown = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+            with mock.patch.dict(os.environ, {**pair.env, **shown}):
                 process.start()
             cleanup.callback(_end, process)
         sink.close()

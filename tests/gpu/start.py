@@ -9,6 +9,7 @@ The user's stay as they are.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 import time
@@ -17,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import tyro
 
 from corun.observe.stages import Reader
-from corun_bench.nodes import environment
 from tests.nodes import Topology, running
 
 LOOK_S = 0.1
@@ -97,7 +98,7 @@ def main(options: Start) -> None:
     with tempfile.TemporaryDirectory(prefix="corun-start-") as caches:
         variables = {name: f"{caches}/{directory}" for name, directory in CACHES.items()}
         for number in range(options.starts):
-            with environment(**variables):
+            with mock.patch.dict(os.environ, variables):
                 measured = measure(topology, options.logs / str(number))
             kept = sum(file.stat().st_size for file in Path(caches).rglob("*") if file.is_file())
             print(json.dumps({"start": "warm" if number else "cold", **measured, "caches_mib": kept >> 20}), flush=True)

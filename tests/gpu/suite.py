@@ -34,7 +34,7 @@ import tyro
 from corun import Client, ClusterStatus
 from corun.processes import descendants, end_tree
 from corun_bench import conditions
-from corun_bench.nodes import environment, has_gpu
+from corun_bench.nodes import has_gpu
 from tests.e2e.stock import result_of
 from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Found, Prompts
 from tests.gpu.outputs import Outputs
@@ -218,9 +218,10 @@ class Run:
         flags = ["--cases", str(cases), "--max-model-len", str(topology.model_len)]
         flags += ["--tensor-parallel-size", str(topology.tensor_parallel_size)]
         gpus = topology.nodes[-1].gpus
-        with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)) if has_gpu() else None), log.open("wb") as sink:
+        env = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if has_gpu() else {})
+        with log.open("wb") as sink:
             command = [sys.executable, "-m", "tests.e2e.stock", topology.model_path, *flags]
-            process = subprocess.Popen(command, stdout=sink, stderr=sink)
+            process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink)
         try:
             code = process.wait(limit_s)
         finally:

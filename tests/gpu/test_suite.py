@@ -130,7 +130,7 @@ def test_runs_are_compared_by_the_bits_of_their_cases() -> None:
 def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     cluster = Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), Processes(tmp_path))
-    monkeypatch.setattr(cluster.processes, "start", lambda name, *flags: started.append(name))
+    monkeypatch.setattr(cluster.processes, "start", lambda name, *_, **__: started.append(name))
     monkeypatch.setattr(cluster, "status", cluster._stopped.set)
     with pytest.raises(UnavailableError, match="stopped while it started"):
         cluster.start()
