@@ -49,8 +49,8 @@ class Order:
         return float(self.pool.config(self.member.role).drain_grace_s) + _END_S
 
 
-class _Actor:
-    """The Ray actor of one supervisor."""
+class _Actor(Supervisor):
+    """A supervisor as a Ray actor."""
 
     def __init__(self, order: Order) -> None:
         name = order.member.name
@@ -70,16 +70,7 @@ class _Actor:
         if order.share.cores:
             os.sched_setaffinity(0, order.share.cores)
         env = runtime.environment() | dict(order.environment)
-        self._supervisor = Supervisor(name, argv, order.logs / f"{name}.log", grace_s=order.grace_s, env=env)
-
-    def status(self) -> ProcessStatus:
-        return self._supervisor.status()
-
-    def stop(self) -> None:
-        self._supervisor.stop()
-
-    def kill(self) -> None:
-        self._supervisor.kill()
+        super().__init__(name, argv, order.logs / f"{name}.log", grace_s=order.grace_s, env=env)
 
 
 @dataclass(eq=False, slots=True)
