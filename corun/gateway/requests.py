@@ -67,7 +67,7 @@ _FIXED_OF_COMPLETIONS: Fixed = {
     "suffix": (("",), "must be empty: there is no insertion"),
 }
 _STREAM_OPTIONS = ("stream_options.include_usage", "stream_options.continuous_usage_stats")
-FIXED_STREAM_OPTIONS: Fixed = {
+_FIXED_STREAM_OPTIONS: Fixed = {
     "stream_options.include_obfuscation": ((False,), "must be false: nothing hides the sizes of events"),
 }
 
@@ -187,7 +187,7 @@ def _check_room_for_numbers(request_id: str, num_prompts: int) -> None:
 def read_common(fields: Mapping[str, Any], params: SamplingParams, request_id: str | None) -> CompletionRequest:
     """Return a request with the fields that all have, and without prompts."""
     stream = flag(fields, "stream")
-    options = _stream_options(fields.get("stream_options"), stream)
+    options = stream_options(fields, _STREAM_OPTIONS)
     # A response_format of text gives no constraint, and may stand beside one of structured_outputs.
     of_format = params.constraint is not None and not fields.get("structured_outputs")
     if request_id is None:
@@ -324,15 +324,17 @@ def _token_ids(field: str, value: Any) -> Sequence[int]:
     return tuple(value)
 
 
-def _stream_options(value: Any, stream: bool) -> Mapping[str, Any]:
+def stream_options(fields: Mapping[str, Any], known: Sequence[str]) -> Mapping[str, Any]:
+    """Return the options of a request for a stream. known: those that may have more than one value."""
+    value = fields.get("stream_options")
     if value is None:
         return {}
-    if not stream:
+    if not flag(fields, "stream"):
         raise InvalidArgumentError("stream_options", value, "must be null unless stream is true")
     if not isinstance(value, dict):
         raise InvalidArgumentError("stream_options", value, "must be an object")
     options = {f"stream_options.{name}": option for name, option in value.items()}
-    check_known(options, _STREAM_OPTIONS, FIXED_STREAM_OPTIONS)
+    check_known(options, known, _FIXED_STREAM_OPTIONS)
     return options
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown, renaming
 from corun.gateway.chats import ChatRequest, chat_request
-from corun.gateway.requests import FIXED_STREAM_OPTIONS, Fixed, check_known, flag, read_json, text
+from corun.gateway.requests import Fixed, check_known, flag, read_json, stream_options, text
 from corun.params import check_text
 
 _SAME = (
@@ -73,7 +73,7 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     check_known(fields, (*_SAME, *_OWN), _FIXED)
     instructions, found = text(fields, "instructions"), _text_format(fields.get("text"))
     tools, choice = _tools(fields.get("tools")), _tool_choice(fields.get("tool_choice"))
-    check_known(_options(fields), (), FIXED_STREAM_OPTIONS)
+    stream_options(fields, ())
     asked: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
     asked |= {"max_completion_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
     asked["response_format"] = found.get("chat")
@@ -110,13 +110,6 @@ def named(sources: Mapping[str, str] | None = None) -> AbstractContextManager[No
         return field.replace(".function.", ".")
 
     return renaming(known)
-
-
-def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    value = fields.get("stream_options")
-    if value is not None and not (isinstance(value, dict) and fields.get("stream") is True):
-        raise InvalidArgumentError("stream_options", value, "must be an object, and null unless stream is true")
-    return {f"stream_options.{name}": option for name, option in (value or {}).items()}
 
 
 def _metadata(value: Any) -> Mapping[str, str]:
