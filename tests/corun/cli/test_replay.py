@@ -203,15 +203,14 @@ def test_files_without_a_common_row_are_refused(diff: Any, tmp_path: Path, resul
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "position"),
+    ("first", "second", "found"),
     [
-        (([1, 2], [-1.0, -2.0]), ([1, 2], [-1.0, -2.0]), None),
-        (([1, 2], [-1.0, 0.0]), ([1, 2], [-1.0, -0.0]), 1),
-        (([1, 2], []), ([1, 2], [-1.0, -2.0]), None),
-        (([1, 2], []), ([1, 2, 3], []), 2),
-        (([], []), ([3], [-1.0]), 0),
+        (([1, 2], [-1.0, -2.0]), ([1, 2], [-1.0, -2.0]), ""),
+        (([1, 2], [-1.0, 0.0]), ([1, 2], [-1.0, -0.0]), "token 1: 2 (logprob 00000000) and 2 (logprob 80000000)"),
+        (([1, 2], []), ([1, 2], [-1.0, -2.0]), ""),
+        (([1, 2], []), ([1, 2, 3], []), "token 2: the end and 3"),
+        (([], []), ([3], [-1.0]), "token 0: the end and 3"),
     ],
 )
-def test_bits_are_compared(first: Any, second: Any, position: int | None) -> None:
-    found = parting(first, second)
-    assert (found.position if found else None) == position
+def test_bits_are_compared(first: Any, second: Any, found: str) -> None:
+    assert parting(first, second) == found
