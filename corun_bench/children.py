@@ -25,11 +25,10 @@ _ELSEWHERE = "See root cause above"
 
 @dataclass
 class Processes:
-    """Child processes by name. None of them is left after `stop`, nor after a `with` block over this object."""
+    """Child processes by name. None of them is left after a `with` block over this object."""
 
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _started: dict[str, dict[int, str]] = field(init=False, default_factory=dict)
     """The last noted descendants of each process: they cannot be found any more once the process has died."""
 
@@ -44,7 +43,6 @@ class Processes:
         self, name: str, module: str, *flags: str, stdin: int | None = None, env: Mapping[str, str] | None = None
     ) -> None:
         """Run `python -m MODULE FLAGS…`. `stdin` and `env` are those of `subprocess.Popen`."""
-        self.commands[name] = (module, *flags)
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
@@ -56,10 +54,6 @@ class Processes:
                 stdout=log,
                 stderr=log,
             )
-
-    def restart(self, name: str) -> None:
-        """Start a process that has ended again, with the same command."""
-        self.start(name, *self.commands[name])
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
@@ -127,9 +121,6 @@ class Processes:
         """Kill a process (SIGKILL) and end all that it started. `step_s` is that of `corun.processes.end_tree`."""
         process, tree = self._let_go(name)
         _end(process, tree, step_s)
-
-    def stop(self) -> dict[str, int]:
-        return {name: self.terminate(name) for name in list(self.running)}
 
     def owners(self) -> dict[int, str]:
         """Return the process name that each process id belongs to, for the processes and all that they started."""

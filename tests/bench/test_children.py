@@ -60,7 +60,7 @@ def test_each_is_asked_what_it_uses(tmp_path: Path) -> None:
         while not all(size > 0 for size in processes.memory().values()):
             time.sleep(0.01)  # While a process loads its program, it has no memory for a moment.
         assert processes.terminate("a") == -15
-        assert processes.stop() == {"b": -15}
+        assert processes.terminate("b") == -15
 
 
 def test_what_a_killed_one_had_started_ends_with_it(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def started(logs: Path, *, threads: int, model: str = "") -> Iterator[Cluster]:
         wait_for(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
         yield cluster
-        assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}
+        assert {name: processes.terminate(name) for name in flags} == dict.fromkeys(flags, 0)
 
 
 def _anyone_died(processes: Processes) -> bool:

@@ -152,24 +152,23 @@ def test_a_node_without_a_prefix_cache_gives_the_same_bits(cluster: Cluster) -> 
         return done, after - before
 
     first, again = rerun(), rerun()
-    flags = cluster.processes.commands["prefill"]
-    restart(cluster, (*flags, "--no-prefix-caching"))
+    command = cluster.processes.running["prefill"].args[2:]  # Behind python -m.
+    restart(cluster, [*command, "--no-prefix-caching"])
     try:
         without = rerun()
     finally:
-        restart(cluster, flags)
+        restart(cluster, command)
     assert again[1] > first[1] > without[1] == 0
     assert differing(first[0], again[0]) == differing(first[0], without[0]) == []
 
 
-def restart(cluster: Cluster, command: tuple[str, ...]) -> None:
+def restart(cluster: Cluster, command: list[str]) -> None:
     """Stop the prefill node, and start it with this command."""
     before = generation(cluster)
     process = cluster.processes.running["prefill"]
     process.terminate()
     process.wait(60)
-    cluster.processes.commands["prefill"] = command
-    cluster.processes.restart("prefill")
+    cluster.processes.start("prefill", *command)
     wait_for(lambda: ready(cluster.status) and generation(cluster) != before, "it is back", START_TIMEOUT_S)
 
 

@@ -62,7 +62,7 @@ async def kill(cluster: Cluster, name: str) -> None:
         process.wait()
         await asyncio.to_thread(wait_for, lambda: not living(tree), "its engine has ended")
     finally:  # A failure here leaves the other tests their cluster.
-        cluster.processes.restart(name)
+        cluster.processes.start(name, *process.args[2:])  # Behind python -m.
 
 
 @contextmanager

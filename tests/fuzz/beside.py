@@ -103,7 +103,7 @@ class Siege:
         self._most: dict[str, float] = {}
         self._assaulted: list[tuple[float, float, str]] = []
         """The assaults that are over: when each began and ended, and what it was."""
-        self._said = {name: len(self._processes.log(name)) for name in self._processes.commands}
+        self._said = {name: len(self._processes.log(name)) for name in self._processes.running}
         """The characters of each log when the siege began: what an engine says while it loads is no finding."""
 
     async def run(self, *, at_once: int, calm_s: float) -> None:
@@ -170,8 +170,8 @@ class Siege:
                 which = ", ".join(sorted(map(_pause, slow)))
                 text = f"paused for up to {longest['longest_pause_s']} s, more than {bound:.3f} s: {which}"
                 report.find(f"{len(slow)} streams over {way} {text}; {self._beside(longest)}")
-        for name in self._processes.commands:
-            for line in sorted(set(_BAD.findall(self._processes.log(name)[self._said[name] :]))):
+        for name, said in self._said.items():
+            for line in sorted(set(_BAD.findall(self._processes.log(name)[said:]))):
                 report.find(f"in the log of {name}: {line[:300]}")
 
     def _beside(self, told: dict[str, Any]) -> str:

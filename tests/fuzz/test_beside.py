@@ -91,7 +91,7 @@ def test_what_became_of_others_is_judged(tmp_path: Path, told: dict[str, Any] | 
     log = tmp_path / "router.log"
     log.write_text("Traceback (most recent call last):\n")
     nothing: Any = None
-    nodes = Nodes(Topology(model="tiny"), Processes(tmp_path, commands={"router": ("router",)}))
+    nodes = Nodes(Topology(model="tiny"), Processes(tmp_path, running={"router": nothing}))
     siege = Siege(nodes, nothing, nothing, Report(seed=1, minutes=0.0))
     with log.open("a") as more:
         more.write(f"{line}\n")
