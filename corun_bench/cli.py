@@ -5,7 +5,6 @@ A bare install has this module and not what measures, so each command imports it
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from corun.cli.options import unset
-from corun.config.extras import needs_extra
+from corun.config.extras import load
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
 from corun_bench import compare, results
@@ -56,7 +55,7 @@ class Bench(BenchOptions):
     """
 
     def run(self) -> int:
-        code: int = _load("corun_bench.benchmark", "corun bench", "cpu").run(self)
+        code: int = load("corun_bench.benchmark", "corun bench", "cpu").run(self)
         return code
 
 
@@ -110,7 +109,7 @@ class Report:
     def run(self) -> int:
         if not self.files:
             raise InvalidArgumentError("files", "none", "must be at least one result file")
-        report = _load("corun_bench.report", "corun bench report", "bench")
+        report = load("corun_bench.report", "corun bench report", "bench")
         read = {str(path): results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) for path in self.files}
         for path in report.write(results.merge(read), self.output, baseline=self.baseline):
             print(path)
@@ -151,7 +150,7 @@ class Kernels(KernelOptions, OneLine):
     """
 
     def run(self) -> int:
-        kernels = _load("corun_bench.kernels.run", "corun bench kernels", "gpu")
+        kernels = load("corun_bench.kernels.run", "corun bench kernels", "gpu")
         report = kernels.measure(self, _progress())
         kernels.show(report)
         self.finish(report)
@@ -177,7 +176,7 @@ class RouterBench(CapacityOptions, OneLine):
     """Numbers of decode nodes to measure one after the other, to find how many the router carries."""
 
     def run(self) -> int:
-        capacity = _load("corun_bench.capacity", "corun bench router", "router")
+        capacity = load("corun_bench.capacity", "corun bench router", "router")
         result = capacity.sweep(self, self.sweep) if self.sweep else capacity.measure(self)
         print("\n".join(capacity.report(result)))
         self.finish(result)
@@ -205,7 +204,7 @@ class Plan(PlanOptions, OneLine):
     """
 
     def run(self) -> int:
-        planner = _load("corun_bench.plan", "corun bench plan", "bench")
+        planner = load("corun_bench.plan", "corun bench plan", "bench")
         found = planner.plan(self, _progress())
         console = Console(highlight=False, markup=False)
         console.width = max(console.width, 130)  # A file has no width.
@@ -232,8 +231,8 @@ class BenchServe:
     """Options of `vllm bench serve`, passed on unchanged."""
 
     def run(self) -> int:
-        serve = _load("vllm.benchmarks.serve", "corun bench serve", "cpu")
-        arguments = _load("vllm.utils.argparse_utils", "corun bench serve", "cpu")
+        serve = load("vllm.benchmarks.serve", "corun bench serve", "cpu")
+        arguments = load("vllm.utils.argparse_utils", "corun bench serve", "cpu")
         parser = arguments.FlexibleArgumentParser(prog="corun bench serve")
         serve.add_cli_args(parser)
         serve.main(parser.parse_args(list(self.words)))
@@ -249,9 +248,3 @@ COMMANDS: dict[str, type[Any]] = {
     "bench plan": Plan,
     "bench serve": BenchServe,
 }
-
-
-def _load(module: str, command: str, extra: str) -> Any:
-    """Import what does the work of a command. Raises CorunError, which names the extra, if a package is missing."""
-    with needs_extra(command, extra):
-        return importlib.import_module(module)

@@ -16,7 +16,7 @@ from corun.cli.options import OptionalInt, RouterOptions, SamplingOptions
 from corun.cli.own_cluster import own_cluster
 from corun.client.client import Client
 from corun.completion import Assembler, Generation
-from corun.config.extras import needs_extra
+from corun.config.extras import load
 from corun.errors import CorunError, InvalidArgumentError
 from corun.models import SMOLLM2
 from corun.params import SamplingParams
@@ -72,8 +72,7 @@ class Chat:
         params = self.sampling.params()
         if params.n != 1:
             raise InvalidArgumentError("n", params.n, "must be 1 in a chat")
-        with needs_extra("corun chat", "router"):
-            templates = importlib.import_module("corun.chat")
+        templates = load("corun.chat", "corun chat", "router")
         with suppress(ImportError):  # Some Pythons come without it. Then a line cannot be edited, and that is all.
             importlib.import_module("readline")
         with ExitStack() as stack:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from corun.config.extras import needs_extra
+from corun.config.extras import load
 from corun.gateway.config import GatewayConfig
 
 
@@ -26,9 +25,7 @@ class Gateway(GatewayConfig):
     """
 
     def run(self) -> int:
-        with needs_extra("corun gateway", "router"):
-            app = importlib.import_module("corun.gateway.app")
-        app.main(self)
+        load("corun.gateway.app", "corun gateway", "router").main(self)
         return 0
 
 
@@ -52,8 +49,7 @@ class Certs:
     """Names and addresses at which the cluster's processes are reached."""
 
     def run(self) -> int:
-        with needs_extra("corun certs", "router"):
-            certs = importlib.import_module("corun.cli.issue_certs")
+        certs = load("corun.cli.issue_certs", "corun certs", "router")
         for path in certs.make(self.directory, self.hosts):
             print(path)
         return 0

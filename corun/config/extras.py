@@ -7,8 +7,10 @@ command does.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from corun.errors import CorunError
 
@@ -53,3 +55,9 @@ def needs_extra(command: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         message = f"{command} needs package {error.name}, which a bare install leaves out"
         raise CorunError(f"{message}; {how_to_get(extra)}") from error
+
+
+def load(module: str, command: str, extra: str) -> Any:
+    """Import what does the work of a command. Raises what `needs_extra` raises."""
+    with needs_extra(command, extra):
+        return importlib.import_module(module)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from corun.client.client import AsyncClient
-from corun.config.extras import needs_extra
+from corun.config.extras import load
 from corun.errors import CorunError, InvalidArgumentError, NotFoundError, PermissionDeniedError, UnavailableError
 from corun.gateway.answers import tokens_of_chat, translated, whole
 from corun.gateway.chat_responses import CHAT
@@ -137,8 +136,7 @@ class Answers:
             asked = read_request(sent, request_id=request.request_id, max_prompts=self._config.max_prompts)
             _check(asked, model.name)
             return await whole(await translated(asked, self._client), self._client, COMPLETION, model.name)
-        with needs_extra("a batch of chats", "router"):  # Only chats need jinja2.
-            chats = importlib.import_module("corun.gateway.chats")
+        chats = load("corun.gateway.chats", "a batch of chats", "router")  # Only chats need jinja2.
         chat = chats.read_chat_request(sent, request_id=request.request_id)
         _check(chat.asked, model.name)
         template = self._template = self._template or await self._client.get_chat_template()
