@@ -281,10 +281,10 @@ def _byte_alphabet() -> dict[str, int]:
     return table | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
 
 
 def _bytes_of(token: str) -> bytes:
     # A token with any other character is added text and stands for itself (tokenizers' ByteLevel decoder).
-    found = [_ALPHABET.get(char) for char in token]
+    found = [BYTE_ALPHABET.get(char) for char in token]
     return token.encode() if None in found else bytes(byte for byte in found if byte is not None)

@@ -13,14 +13,12 @@ from typing import Any
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.testing.engines import BLOCK_SIZE, MAX_MODEL_LEN
 from corun.types import NodeRole
-from router.text import VERSION, Tokenizer
+from router.text import BYTE_ALPHABET, VERSION, Tokenizer
 
 
 def write_tokenizer(directory: Path) -> str:
     """Write a model's tokenizer.json with one token per byte; return the directory."""
-    # In byte-level BPE, printable characters stand for themselves, and others from 256 on for all other bytes.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    vocab = {chr(code): i for i, code in enumerate([*printable, *range(256, 512 - len(printable))])}
+    vocab = {char: i for i, char in enumerate(BYTE_ALPHABET)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {"type": "BPE", "vocab": vocab, "merges": []}
     absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))  # Readers expect these keys.
