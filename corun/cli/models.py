@@ -50,7 +50,14 @@ def fetched(directory: Path | None = None) -> Path:
     """Return the directory of smollm2. On stderr, show how far it is while it is fetched and converted: as a bar on a
     terminal, and as a line for each stage elsewhere."""
     if not sys.stderr.isatty():
-        return smollm2.ensure(directory, _Lines())
+        said = set[str]()
+
+        def say(doing: str, count: int) -> None:
+            if doing not in said:
+                said.add(doing)
+                print(f"{doing} ({smollm2.SIZE / 1e6:.0f} MB)", file=sys.stderr, flush=True)
+
+        return smollm2.ensure(directory, say)
     with new_bar(unit="bytes") as bar:
         task = bar.add_task("", total=smollm2.SIZE, visible=False)
 
@@ -58,15 +65,3 @@ def fetched(directory: Path | None = None) -> Path:
             bar.update(task, description=doing, completed=count, visible=True)
 
         return smollm2.ensure(directory, tell)
-
-
-class _Lines:
-    """Prints each thing that is done once."""
-
-    def __init__(self) -> None:
-        self._said = ""
-
-    def __call__(self, doing: str, count: int) -> None:
-        if doing != self._said:
-            self._said = doing
-            print(f"{doing} ({smollm2.SIZE / 1e6:.0f} MB)", file=sys.stderr, flush=True)
