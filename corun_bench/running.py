@@ -9,7 +9,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,16 +97,14 @@ class RunningSystem:
         }
 
 
-@asynccontextmanager
-async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
+def up(system: System, machine: Machine, logs: Path) -> AbstractAsyncContextManager[RunningSystem]:
     """Start a system that is ready inside the block; after the block no process of it is left, whatever happens.
 
     logs: a directory, for a file per process.
     Raises UnavailableError or DeadlineError if it does not start; the message ends with a log.
     """
     start = _cluster if system.kind in CLUSTERS else _engines
-    async with start(system, machine, logs) as found:
-        yield found
+    return start(system, machine, logs)
 
 
 @asynccontextmanager
