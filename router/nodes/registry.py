@@ -177,7 +177,11 @@ class Registry:
 
     def place(self, need: Need) -> PrefillPlacement | None:
         """Claim a pair of nodes for a sample now, or a prefill node for a score. Return None if it has to wait."""
-        placement = self._claim_prefill(need) if need.is_score else self._claim_pair(need)
+        if need.is_score:
+            name = choose_prefill(need, self._usable().prefill_rooms)
+            placement = None if name is None else PrefillPlacement(self._prefills[name], need, self.changed)
+        else:
+            placement = self._claim(choose_pair(need, *self._rooms(), self._is_warm), need)
         # If no node in use could hold the sample, no room that becomes free would be enough.
         if placement is not None or need.total <= self.most_tokens():
             for watcher in self._watchers:
@@ -341,13 +345,6 @@ class Registry:
         """Return the states of nodes in words."""
         details = ((node, node.detail if self._tells_why else "") for node in nodes)
         return "; ".join(f"{node.node_id} is {state_in_words(node.state, detail)}" for node, detail in details)
-
-    def _claim_pair(self, need: Need) -> Placement | None:
-        return self._claim(choose_pair(need, *self._rooms(), self._is_warm), need)
-
-    def _claim_prefill(self, need: Need) -> PrefillPlacement | None:
-        name = choose_prefill(need, self._usable().prefill_rooms)
-        return None if name is None else PrefillPlacement(self._prefills[name], need, self.changed)
 
     def _claim(self, pair: tuple[str, str] | None, need: Need) -> Placement | None:
         return Placement(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None
