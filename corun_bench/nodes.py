@@ -6,7 +6,6 @@ Owns: which node gets which GPU. Without a GPU the same nodes run on the CPU. Mu
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
-from corun.models import tiny
 from corun.rpc.ports import reserve
 from corun.types import NodeState, NodeStatus
 from corun_bench.children import Processes
@@ -26,7 +24,6 @@ from corun_bench.systems import GPU_MEMORY, DecodeSplit
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
-MAX_MODEL_LEN = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class Topology:
     """Which nodes run, and where."""
 
     model: str
-    """Directory of a checkpoint, or "tiny"."""
+    """Directory of a checkpoint."""
     prefill_gpus: tuple[int, ...] | None = None
     """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them. By default 0, but none if
     there are colocated nodes."""
@@ -46,23 +43,14 @@ class Topology:
     """GPUs of each node."""
     slots: int = 256
     chunk_size: int = 2048
-    max_model_len: int = 0
-    """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
+    max_model_len: int
+    """Most tokens of prompt and output together."""
     threads: int = 0
     """Threads of each engine on a CPU; 0: all cores."""
     decode_split: DecodeSplit = "none"
     """How decode nodes cut a row's KV; not for CPUs."""
     start_timeout_s: float = 400.0
     """The time limit for the start of all nodes together, in seconds."""
-
-    @property
-    def model_path(self) -> str:
-        return str(tiny.ensure()) if self.model == "tiny" else self.model
-
-    @property
-    def model_len(self) -> int:
-        config = json.loads((Path(self.model_path) / "config.json").read_text())
-        return self.max_model_len or min(MAX_MODEL_LEN, config["max_position_embeddings"])
 
     @property
     def nodes(self) -> list[NodePlan]:
@@ -97,7 +85,7 @@ class Topology:
 
     def flags(self, node: NodePlan) -> list[str]:
         """Return the node's command line after `python -m <module>`, without the router's address."""
-        found = ["--node-id", node.name, "--model", self.model_path, "--max-model-len", str(self.model_len)]
+        found = ["--node-id", node.name, "--model", self.model, "--max-model-len", str(self.max_model_len)]
         found += ["--chunk-size", str(self.chunk_size)] if node.module != "decode_node" else []
         found += ["--slots", str(self.slots)] if node.module != "prefill_node" else []
         found += ["--threads", str(self.threads)] if self.threads else []

@@ -5,6 +5,7 @@ Owns what no benchmark needs of `corun_bench.nodes`. Must not know what is check
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ import tyro
 
 from corun import Client
 from corun.config import cluster_file
+from corun.models import tiny
 from corun_bench import nodes
 from corun_bench.children import Processes
 from corun_bench.nodes import POLL_S, NodePlan
 
+MAX_MODEL_LEN = 8192
 FREEDOMS = {
     "rows": "smaller_steps",
     "packed": "packed_prefill",
@@ -35,6 +38,10 @@ CONFIGS = {f"{role}_node": cluster_file.CONFIGS[role] for role in cluster_file.N
 class Topology(nodes.Topology):
     """Which nodes run, where, and with which settings."""
 
+    model: str
+    """Directory of a checkpoint, or "tiny"."""
+    max_model_len: int = 0
+    """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
     gpu_memory_utilization: float = 0.0
     """Share of a GPU's memory that each engine takes; 0: equal shares of 0.84."""
     freedoms: Literal["all", "none", "rows", "packed", "chunks", "cached", "mixed"] = "all"
@@ -45,6 +52,13 @@ class Topology(nodes.Topology):
     """Whether nodes that compute prompts check all KV that they hand over."""
     node_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
     """More flags of every node."""
+
+    def __post_init__(self) -> None:
+        if self.model == "tiny":
+            object.__setattr__(self, "model", str(tiny.ensure()))
+        if not self.max_model_len:
+            config = json.loads((Path(self.model) / "config.json").read_text())
+            object.__setattr__(self, "max_model_len", min(MAX_MODEL_LEN, config["max_position_embeddings"]))
 
     def share(self, node: NodePlan) -> float:
         return self.gpu_memory_utilization or super().share(node)

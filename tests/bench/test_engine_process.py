@@ -148,7 +148,7 @@ async def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_process(
     monkeypatch.setattr(Nodes, "all_ready", lambda nodes: not loop.call_soon_threadsafe(begun.set))
     monkeypatch.setattr(Nodes, "status", lambda nodes: None)
     monkeypatch.setattr(Processes, "start", lambda self, name, *_, **__: start(self, name, "timeit", "-n1", *DEAF))
-    nodes = Nodes(Topology(model="tiny"), processes)
+    nodes = Nodes(Topology(model="", max_model_len=64), processes)
     starting = asyncio.create_task(asyncio.to_thread(nodes.start))
     await asyncio.wait_for(begun.wait(), DEADLINE_S)
     while not all("deaf" in processes.log(name) for name in ("router", "p0", "d0")):  # noqa: ASYNC110

@@ -227,8 +227,8 @@ async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, 
     with running(topology, logs, router_flags=tokens.router_flags, token=tokens.cluster) as nodes:
         flags = ("--router", nodes.address, "--port", url.rpartition(":")[2])
         nodes.processes.start("gateway", "corun", "gateway", *flags)
-        vocab_size = json.loads((Path(topology.model_path) / "config.json").read_text())["vocab_size"]
-        sizes = {"vocab_size": vocab_size, "max_model_len": topology.model_len}
+        vocab_size = json.loads((Path(topology.model) / "config.json").read_text())["vocab_size"]
+        sizes = {"vocab_size": vocab_size, "max_model_len": topology.max_model_len}
         async with victim(nodes.address, url, tokens.attacker, **sizes) as target:
             await Siege(nodes, target, tokens, report).run(at_once=at_once, calm_s=calm_s)
         ended = await asyncio.to_thread(nodes.stop)

@@ -211,16 +211,16 @@ class Run:
         """
         topology, log = self.options.topology, self.options.logs / "stock.log"
         self.options.logs.mkdir(parents=True, exist_ok=True)
-        config = json.loads((Path(topology.model_path) / "config.json").read_text())  # There is no cluster to ask.
-        paper = Prompts(vocab=config["vocab_size"], model_len=topology.model_len).paper()
+        config = json.loads((Path(topology.model) / "config.json").read_text())  # There is no cluster to ask.
+        paper = Prompts(vocab=config["vocab_size"], model_len=topology.max_model_len).paper()
         cases = self.options.logs / "paper.json"
         cases.write_text(json.dumps({"prompts": [prompt for prompt, _, _ in paper], "seed": PAPER_SEED, **PAPER}))
-        flags = ["--cases", str(cases), "--max-model-len", str(topology.model_len)]
+        flags = ["--cases", str(cases), "--max-model-len", str(topology.max_model_len)]
         flags += ["--tensor-parallel-size", str(topology.tensor_parallel_size)]
         gpus = topology.nodes[-1].gpus
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if has_gpu() else {})
         with log.open("wb") as sink:
-            command = [sys.executable, "-m", "tests.e2e.stock", topology.model_path, *flags]
+            command = [sys.executable, "-m", "tests.e2e.stock", topology.model, *flags]
             process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink)
         try:
             code = process.wait(limit_s)
