@@ -111,8 +111,8 @@ class Supervisor:
                     # Two signals of one kind may arrive as one, so the second is of another kind.
                     self._process.send_signal(signal.SIGINT)
 
-    def kill(self) -> bool:
-        """Kill the process, as `kill -9` does. It is started again. Return False if none is running.
+    def kill(self) -> None:
+        """Kill the process, as `kill -9` does, if it runs. It is started again.
 
         This death says nothing about the process, so it does not count towards giving the process up.
         """
@@ -122,7 +122,6 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     self._is_killed = True
-            return self._is_killed
 
     def _keep_running(self) -> None:
         quick_deaths = 0
