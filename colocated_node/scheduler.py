@@ -150,12 +150,15 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         if not (DRAWS_AT_ONCE.issubset(freedoms(request)) and self.kv_cache_manager.enable_caching):
             return 0
         taken, blocks = 0, sum(blocks_needed(sample.num_prompt_tokens, self.block_size) for sample in self._beside)
+        # Who gets the same blocks elsewhere holds another copy. Once it is known to have them, these are read in place.
+        elsewhere = {sample.cache_salt for sample in self.being_read() if self.shared_tokens(sample)}
         for sample in self._with_prompt.get(request.request_id, ()):
             tail = self._tail(sample)
             blocks += blocks_needed(sample.num_prompt_tokens, self.block_size)
             if self._slots_left <= 0 or taken + tail > left or (self._beside and blocks > ADMITTED_BLOCKS):
                 break
-            if sample.prompt_token_ids == request.prompt_token_ids and not sample.use_structured_output:
+            is_alike = sample.prompt_token_ids == request.prompt_token_ids
+            if is_alike and not sample.use_structured_output and sample.cache_salt not in elsewhere:
                 self._slots_left -= 1
                 self._beside.append(sample)
                 taken += tail
@@ -267,6 +270,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         found: list[Any] = held[:whole]
         return found
 
+    def shared_ids(self, request: Request) -> list[int]:
+        held: list[int] = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        return held[: self.shared_tokens(request) // self.block_size]
+
     def note_read(self, request: Request) -> None:
         super().note_read(request)
         if self.shared_tokens(request) and not request.is_finished():
@@ -288,6 +295,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
     def being_read(self) -> Iterator[Request]:
         yield from super().being_read()
         yield from self._copying.values()
+        yield from self._beside
 
     def _is_own(self, request: Request) -> bool:
         """Return whether a sample's prompt was computed by this engine."""

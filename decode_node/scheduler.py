@@ -145,21 +145,24 @@ class FixedSlotScheduler(ReservingScheduler):
         if not self.waiting:
             return []
         free = self.free_blocks([*self.running, *self.skipped_waiting])
-        reading = {request.cache_salt for request in self.being_read()}
+        reading = {request.cache_salt: self.shared_ids(request) for request in self.being_read()}
         found = dict[str | None, tuple[bool, int]]()
         chosen: list[Request] = []
         blocks = 0
         for request in self.unread():
-            if num_held := len(self.in_place(request)):
-                are_held = True
+            if blocks_in_place := self.in_place(request):
+                num_held = len(blocks_in_place)
+                ids = [block.block_id for block in blocks_in_place]
+                if self.shared_tokens(request) and reading.setdefault(request.cache_salt, ids) != ids:
+                    continue  # Another sample is about to hold a copy of these.
             else:
                 if request.cache_salt not in found:
                     found[request.cache_salt] = self._found(request)
                 are_held, num_held = found[request.cache_salt]
-            if not are_held:
-                if request.cache_salt in reading:
-                    continue
-                reading.add(request.cache_salt)
+                if not are_held:
+                    if request.cache_salt in reading:
+                        continue
+                    reading[request.cache_salt] = []
             blocks += blocks_needed(request.num_prompt_tokens, self.block_size)
             free -= self.blocks_of(request) - num_held
             if free < 0 or (chosen and blocks > ADMITTED_BLOCKS):
@@ -171,6 +174,11 @@ class FixedSlotScheduler(ReservingScheduler):
     def in_place(self, request: Request) -> Sequence[Any]:
         """Return the blocks of its prompt that a sample reads where they are. An engine without prompts has none."""
         return ()
+
+    def shared_ids(self, request: Request) -> list[int]:
+        """Return the ids of the blocks that a sample has and others of its prompt may read, to compare them with those
+        in place."""
+        return []
 
     def unread(self) -> Iterable[Request]:
         """Return the samples whose KV has not begun to be read, in the order of their arrival."""

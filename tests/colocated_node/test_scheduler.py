@@ -417,6 +417,35 @@ def test_samples_of_one_prompt_read_the_same_blocks_in_place(
 
 
 @PLATFORMS
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("first", [{"transfer_steps": 6}, {"own": True}, None], ids=["a peer's", "own", "with another"])
+@pytest.mark.parametrize("freedoms", [(*MIXED, "scores"), FREE, AT_ONCE], ids=["at once", "after", "cached"])
+def test_no_sample_begins_while_another_one_gets_the_blocks_of_their_prompt_elsewhere(
+    stepping: ModuleType, platform: Platform, freedoms: tuple[str, ...], first: dict[str, Any] | None, steps: int
+) -> None:
+    """The leases count the blocks once. With a second copy, a sample that has a lease could be without room."""
+    one = sample(100, 30, own=True, with_prompt=1, group=1, freedoms=freedoms)
+    before = one if first is None else sample(100, 30, group=1, **first)
+    ops = (one, before) if not steps else (before, Run(steps), one)
+    if "cached" in freedoms:  # Only the first block is.
+        ops = (sample(17, 1, own=True, with_prompt=1, freedoms=freedoms), Run(8), *ops)
+    engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=104, blocks=60, ops=ops, budget=220), platform, role=None)
+    held: list[set[tuple[int, ...]]] = []
+    schedule = engine.scheduler.schedule
+
+    def watched() -> Any:
+        output = schedule()
+        samples = [name for name in engine.scheduler.requests if engine.record.requests[int(name)].reads]
+        tables = [engine.scheduler.kv_cache_manager.get_block_ids(name)[0][:6] for name in samples]
+        held.append({tuple(table) for table in tables if len(table) == 6})
+        return output
+
+    engine.scheduler.schedule = watched
+    record = engine.play()
+    assert (violations(record, engine._trace, stepping), max(map(len, held))) == (set(), 1)
+
+
+@PLATFORMS
 def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: ModuleType, platform: Platform) -> None:
     """Its other reader comes late, or never: then its lease ends. So prompts have no more than their part of all
     blocks, and each sample finds the room that it was promised."""
