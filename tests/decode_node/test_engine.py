@@ -215,6 +215,20 @@ async def test_the_handle_becomes_a_read(engine: VllmDecodeEngine, claim: str, r
     }
 
 
+async def test_a_sample_that_comes_when_the_engine_has_died_is_told_so(engine: VllmDecodeEngine) -> None:
+    """Its router then knows of a lost node, and not of one that fails, whose KV it would doubt."""
+    died: list[str] = []
+    engine.on_death = lambda: died.append("d")
+
+    async def add_request_async(request: Any) -> None:
+        raise load("vllm.v1.engine.exceptions").EngineDeadError
+
+    engine._llm.engine_core.add_request_async = add_request_async
+    with pytest.raises(UnavailableError, match="the engine died"):
+        await engine.start(DecodeRequest("lease-1", HANDLE, PROMPT, SamplingParams(), seed=1))
+    assert died == ["d"]
+
+
 async def test_of_a_prompt_that_is_not_computed_the_scheduler_learns_which_it_is(engine: VllmDecodeEngine) -> None:
     own = OwnPrompt("prefill-1", HANDLE.prefill_node)
     await engine.start(DecodeRequest("lease-1", own, PROMPT, SamplingParams(), seed=1))
