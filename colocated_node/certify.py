@@ -8,6 +8,7 @@ not know: vLLM's internals, gRPC.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,66 +39,142 @@ class Alone:
     """What it gave, without KV, which stays in its blocks."""
 
 
-class MixedCertification(Certification):
-    """The probes of a decode node, and prompts that ran alone, side by side in the same steps."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Companion:
+    """The whole or the end of a prompt, or the beginning of its sample, beside rows."""
 
-    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, longest: int) -> None:
-        """Compute the expected bits of rows. longest: the most tokens of a prompt in one step."""
-        room = stepper.num_blocks // 4 * stepper.block_size
-        longest = min(longest, stepper.max_model_len - 1, room) // stepper.block_size * stepper.block_size
-        whole = {-(-length // stepper.block_size) * stepper.block_size for length in LENGTHS}
-        self._prompt_lengths = sorted(length for length in {*whole, longest} if 0 < length <= longest)
-        size = max(self._prompt_lengths, default=0) // stepper.block_size + 1
-        last = stepper.num_blocks
-        self._places = (range(last - 2 * size, last - size), range(last - size, last))
-        self._beside: Alone | None = None
+    name: str
+    alone: Alone
+    """What it must be equal to."""
+    blocks: tuple[int, ...]
+    """Those that hold what was computed before, and then its own."""
+    computed: int = 0
+    """The tokens before it: whole blocks."""
+
+    @property
+    def count(self) -> int:
+        """Its tokens in a step."""
+        return len(self.alone.prompt) - self.computed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What a step has beside rows."""
+
+    tokens: int
+    sequences: int
+    chunk: int
+    """The most tokens of one prompt."""
+    contexts: bool = False
+    """Whether a part of a prompt may have been computed before, wherever it is cut."""
+    samples: bool = False
+    """Whether samples may begin in their prompt's last step."""
+
+
+class MixedCertification(Certification):
+    """The probes of a decode node, and prompts that ran alone, side by side in the same steps: several prompts, one of
+    them also as its second half, and samples that begin with it."""
+
+    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, room: Room) -> None:
+        """Compute the expected bits of rows."""
+        size = stepper.block_size
+        # Beside them lies the KV of the same prompts alone, and a half again.
+        tokens = min(room.tokens, stepper.num_blocks // 5 * size)
+        longest = min(tokens, room.chunk, stepper.max_model_len - 1) // size * size
+        whole = {-(-length // size) * size for length in LENGTHS}
+        self._room = replace(room, tokens=tokens)
+        self._groups = self._grouped(sorted(length for length in {*whole, longest} if 0 < length <= longest))
+        blocks = max((5 * sum(group) // 2 // size + SAMPLES for group in self._groups), default=0)
+        self._spare = range(stepper.num_blocks - blocks, stepper.num_blocks)
+        self._beside: list[Companion] = []
         self._difference = ""
-        super().__init__(stepper, slots, sampling, company_blocks=2 * size)
+        super().__init__(stepper, slots, sampling, company_blocks=blocks)
 
     def difference(self, slots: int) -> str:
         """Return the first difference in words; empty if there is none.
 
-        Each prompt has another number of rows beside it: all slots, a few, half of the slots.
+        The prompts that fit into a step together have few rows beside them, all slots, or half of the slots.
         """
-        if not self._prompt_lengths:
+        if not self._groups:
             return "no whole block of a prompt fits into a step, so nothing was compared"
-        for number, length in enumerate(self._prompt_lengths):
-            rows = (slots, min(len(self._probes), slots), max(1, slots // 2))[number % 3]
-            self._beside = self._alone(length)
-            traces = self._in_groups(rows, part=1, moving=rows < slots)  # Rows that move are not all busy at once.
-            self._beside = None
-            name = f"{rows} rows beside a prompt of {length} tokens"
-            if found := self._stepper.agree(self._difference or self._compared(traces, name)):
-                return found
+        sizes = (min(len(self._probes), slots), slots, max(1, slots // 2))
+        for number, lengths in enumerate(self._groups):
+            company = self._company_of(lengths)
+            for rows in sizes[number % len(sizes) :: len(self._groups)]:
+                self._beside = company
+                traces = self._in_groups(rows, part=1, moving=rows < slots)  # Rows that move are not all busy at once.
+                self._beside = []
+                name = f"{rows} rows beside prompts of {', '.join(map(str, lengths))} tokens"
+                if found := self._stepper.agree(self._difference or self._compared(traces, name)):
+                    return found
         return ""
 
-    def _alone(self, length: int) -> Alone:
-        prompt, blocks = self._prompt(length), tuple(self._places[0][: length // self._stepper.block_size])
+    def _grouped(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Put lengths, the shortest first, into groups that fit into a step."""
+        groups: list[list[int]] = []
+        for length in lengths:
+            if groups and sum(groups[-1]) + length <= self._room.tokens and len(groups[-1]) < self._room.sequences:
+                groups[-1].append(length)
+            else:
+                groups.append([length])
+        return groups
+
+    def _company_of(self, lengths: Sequence[int]) -> list[Companion]:
+        """Run prompts of these lengths alone. Return them as company of rows, with the second half of the longest one
+        and samples of it as far as a step has room."""
+        size, free = self._stepper.block_size, iter(self._spare)
+
+        def take(count: int) -> tuple[int, ...]:
+            return tuple(itertools.islice(free, count))
+
+        company: list[Companion] = []
+        for length in lengths:
+            alone = self._alone(length, take(length // size))
+            company.append(Companion(name=f"a prompt of {length} tokens", alone=alone, blocks=take(length // size)))
+        longest, alone = company[-1], company[-1].alone
+        half, last = len(alone.blocks) // 2, len(alone.blocks) - 1
+        more: list[Companion] = []
+        if self._room.contexts and half:
+            blocks = (*alone.blocks[:half], *take(len(alone.blocks) - half))
+            name = f"the second half of {longest.name}"
+            more.append(Companion(name=name, alone=alone, blocks=blocks, computed=half * size))
+        for _ in range(SAMPLES if self._room.samples else 0):
+            blocks, name = (*longest.blocks[:last], *take(1)), f"a sample that begins with {longest.name}"
+            more.append(Companion(name=name, alone=alone, blocks=blocks, computed=last * size))
+        for one in more:
+            fits = sum(other.count for other in company) + one.count <= self._room.tokens
+            if fits and len(company) < self._room.sequences:
+                company.append(one)
+        return company
+
+    def _alone(self, length: int, blocks: tuple[int, ...]) -> Alone:
+        prompt = self._prompt(length)
         sequence = self._prefill("alone", prompt, blocks)
         trace = self._stepper.step([(sequence, length)], rows=0)[sequence.name]
         self._stepper.close()
         self.steps += 1
         return Alone(prompt=prompt, blocks=blocks, trace=replace(trace, kv=()))
 
-    def _prefill(self, name: str, prompt: tuple[int, ...], blocks: tuple[int, ...]) -> TestSequence:
-        return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=0, sampling=self._sampling(3))
+    def _prefill(self, name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:
+        # A greedy token is the same at any place of its output.
+        return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=computed, sampling=self._sampling(3))
 
     def _company(self) -> list[tuple[TestSequence, int]]:
-        if self._beside is None:
-            return []
-        self._names += 1
-        alone = self._beside
-        blocks = tuple(self._places[1][: len(alone.blocks)])
-        return [(self._prefill(f"prompt-{self._names}", alone.prompt, blocks), len(alone.prompt))]
+        found = []
+        for one in self._beside:
+            self._names += 1
+            name = f"prompt-{self._names}"
+            found.append((self._prefill(name, one.alone.prompt, one.blocks, one.computed), one.count))
+        return found
 
     def _note_company(self, company: Sequence[tuple[TestSequence, int]], found: Mapping[str, Trace]) -> None:
-        for sequence, length in company:
-            assert self._beside is not None
+        for one, (sequence, _) in zip(self._beside, company, strict=True):
             self.comparisons += 1
-            stage = self._stepper.layer_that_differs(self._beside.blocks, sequence.blocks)
-            stage = stage or first_difference(self._beside.trace, replace(found[sequence.name], kv=()))
+            own = slice(one.computed // self._stepper.block_size, None)
+            stage = self._stepper.layer_that_differs(one.alone.blocks[own], one.blocks[own])
+            stage = stage or first_difference(one.alone.trace, replace(found[sequence.name], kv=()))
             if stage and not self._difference:
-                self._difference = f"a prompt of {length} tokens beside rows differs first in {stage}"
+                self._difference = f"{one.name} beside rows differs first in {stage}"
 
 
 class ScoreCertification:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from colocated_node.certify import MixedCertification, ScoreCertification
+from colocated_node.certify import MixedCertification, Room, ScoreCertification
 from colocated_node.shares import BUCKETS, SLOTS
 from corun.node.vllm import attention, graphs, pin
 from corun.node.vllm.selftest import Stepper, Trace
@@ -101,9 +101,11 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
         )
         if not test.refused[name]:
             began = time.monotonic()
-            has_chunks = not test.refused.get(Freedom.CHUNKS.value, "not wanted")
-            longest = self.budget - self.slots if has_chunks else self.chunk_size
-            mixed = MixedCertification(Stepper(self), self.slots, sampling_style, longest)
+            cuts, draws = (not test.refused.get(one.value, "not wanted") for one in (Freedom.CHUNKS, Freedom.SCORES))
+            room = self.budget - self.slots
+            chunk = room if cuts else self.chunk_size
+            beside = Room(tokens=room, sequences=self.places, chunk=chunk, contexts=cuts, samples=draws)
+            mixed = MixedCertification(Stepper(self), self.slots, sampling_style, beside)
             test.refused[name] = mixed.difference(self.slots)
             test.add("mixed steps", mixed.steps, mixed.comparisons, time.monotonic() - began)
 

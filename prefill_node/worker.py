@@ -117,16 +117,16 @@ class PrefillWorker(NodeWorker):
                     test.refuse(structure.refused(self.vllm_config, self.model_runner.get_model()))
                 test.run("products", test.by_products)
                 test.run("steps", test.by_steps)
-                self.test_mixed(test)
                 self.test_scores(test)
+                self.test_mixed(test)
         torch.accelerator.empty_cache()
         return {"refused": test.refused, "evidence": asdict(test.evidence())}
 
-    def test_mixed(self, test: FreedomTest) -> None:
-        """Test `mixed` if it is wanted. No step of a prefill node has rows, so it is not."""
-
     def test_scores(self, test: FreedomTest) -> None:
         """Test `scores` if it is wanted. A prefill node draws nothing, so it is not."""
+
+    def test_mixed(self, test: FreedomTest) -> None:
+        """Test `mixed` if it is wanted. No step of a prefill node has rows, so it is not."""
 
     @property
     def chunk_size(self) -> int:

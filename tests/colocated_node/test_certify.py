@@ -31,9 +31,11 @@ def names_prompt(name: str) -> bool:
     return name.startswith(("prompt-", "alone"))
 
 
-def certify(module: ModuleType, model: FakeStepper, longest: int = 2048) -> str:
-    test = module.MixedCertification(model, SLOTS, lambda number: number, longest)
+def certify(module: ModuleType, model: FakeStepper, tokens: int = 2048, **room: Any) -> str:
+    beside = module.Room(**{"tokens": tokens, "sequences": 8, "chunk": tokens, **room})
+    test = module.MixedCertification(model, SLOTS, lambda number: number, beside)
     found: str = test.difference(SLOTS)
+    assert test.steps == len(model.steps)
     return found
 
 
@@ -46,6 +48,36 @@ def test_rows_and_prompts_that_ignore_each_other_may_share_steps(module: ModuleT
     assert model.told == [step.count(False) if any(step) else None for step in held]
     assert {SLOTS, 4, 1, None} <= {*model.told}
     assert model.steps.count(["alone"]) == len(module.LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("room", "beside"),
+    [
+        ({"tokens": 2048}, [{(16, 0), (336, 0), (1008, 0)}, {(2048, 0)}]),
+        ({"tokens": 2048, "sequences": 2}, [{(16, 0), (336, 0)}, {(1008, 0)}, {(2048, 0)}]),
+        ({"tokens": 2880, "chunk": 2048}, [{(16, 0), (336, 0), (1008, 0)}, {(2048, 0)}]),
+        ({"tokens": 2048, "contexts": True}, [{(16, 0), (336, 0), (1008, 0), (1008, 496)}, {(2048, 0)}]),
+        ({"tokens": 2048, "samples": True}, [{(16, 0), (336, 0), (1008, 0), (1008, 992)}, {(2048, 0)}]),
+        (
+            {"tokens": 2048, "contexts": True, "samples": True},
+            [{(16, 0), (336, 0), (1008, 0), (1008, 496), (1008, 992)}, {(2048, 0)}],
+        ),
+    ],
+)
+def test_prompts_share_the_steps_that_they_fit_into(
+    module: ModuleType, room: dict[str, Any], beside: list[set[tuple[int, int]]]
+) -> None:
+    """The longest of them also as its second half, and with samples that begin in its step, each with its tokens."""
+    found: list[set[tuple[int, int]]] = []
+
+    def note(row: int, batch: list[Any], sequence: Any) -> Any:
+        if row == 0 and any(one.name.startswith("prompt-") for one in batch):
+            held = {(len(one.prompt), one.computed) for one in batch if one.name.startswith("prompt-")}
+            found.extend([held] if held not in found else [])
+
+    model = a_model(note)
+    assert certify(module, model, **room) == ""
+    assert found == beside
 
 
 def beside_a_prompt(row: int, batch: list[Any], sequence: Any) -> Any:
@@ -62,22 +94,23 @@ def a_row_among_many_tokens(row: int, batch: list[Any], sequence: Any) -> Any:
 
 
 def beside_all_slots(row: int, batch: list[Any], sequence: Any) -> Any:
-    return (len(batch) > SLOTS or None) if is_prompt(sequence) else None
+    return (len([one for one in batch if not is_prompt(one)]) == SLOTS or None) if is_prompt(sequence) else None
 
 
 @pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
 @pytest.mark.parametrize("flaw", [beside_a_prompt, beside_a_long_prompt])
 def test_a_row_that_a_prompt_leaks_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
-    length = 2048 if flaw is beside_a_long_prompt else 16
+    lengths = "2048" if flaw is beside_a_long_prompt else "16, 336, 1008"
     found = certify(module, a_model(flaw, stage=stage))
-    assert f"rows beside a prompt of {length} tokens: probe-" in found
+    assert f"rows beside prompts of {lengths} tokens: probe-" in found
 
 
 @pytest.mark.parametrize("stage", ["hidden", "logits", "logprob"])
 @pytest.mark.parametrize("flaw", [a_row_among_many_tokens, beside_all_slots])
 def test_a_prompt_that_rows_leak_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
     found = certify(module, a_model(flaw, stage=stage))
-    assert found.startswith("a prompt of 16 tokens beside rows differs first in ")
+    length = 16 if flaw is a_row_among_many_tokens else 2048
+    assert found.startswith(f"a prompt of {length} tokens beside rows differs first in ")
 
 
 def test_a_prompt_whose_kv_follows_rows_is_found(module: ModuleType) -> None:
@@ -104,12 +137,41 @@ def test_prompts_are_whole_blocks_that_step_and_model_have_room_for(
     def note(row: int, batch: list[Any], sequence: Any) -> Any:
         ran.update(len(one.prompt) for one in batch if is_prompt(one))
 
-    assert certify(module, a_model(note, block_size=block_size, max_model_len=max_model_len), longest) == ""
+    model = a_model(note, block_size=block_size, max_model_len=max_model_len)
+    assert certify(module, model, chunk=longest) == ""
     assert ran == lengths
 
 
 def test_a_test_without_a_prompt_grants_nothing(module: ModuleType) -> None:
-    assert "nothing was compared" in certify(module, a_model(block_size=64), longest=63)
+    assert "nothing was compared" in certify(module, a_model(block_size=64), 63)
+
+
+def of_two_prompts(row: int, batch: list[Any], sequence: Any) -> Any:
+    return len([one for one in batch if is_prompt(one)]) > 1 or None
+
+
+def of_a_context(row: int, batch: list[Any], sequence: Any) -> Any:
+    """The second half of a prompt, whose other bits nothing else follows."""
+    return (is_prompt(sequence) and 0 < sequence.computed < len(sequence.prompt) - 16) or None
+
+
+def of_a_beginning_sample(row: int, batch: list[Any], sequence: Any) -> Any:
+    return (is_prompt(sequence) and sequence.computed == len(sequence.prompt) - 16 > 0) or None
+
+
+@pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
+@pytest.mark.parametrize(
+    ("flaw", "found"),
+    [
+        (of_two_prompts, "a prompt of 16 tokens"),
+        (of_a_context, "the second half of a prompt of 1008 tokens"),
+        (of_a_beginning_sample, "a sample that begins with a prompt of 1008 tokens"),
+    ],
+)
+def test_what_leaks_only_where_rows_are_beside_several_prompts_is_found(
+    module: ModuleType, flaw: Flaw, found: str, stage: str
+) -> None:
+    assert certify(module, a_model(flaw, stage=stage), contexts=True, samples=True).startswith(found + " beside rows")
 
 
 # What was drawn, as a prompt.
@@ -177,7 +239,7 @@ def test_a_test_that_would_notice_nothing_grants_no_scores(module: ModuleType) -
 class Worker:
     """What the worker's test of freedoms needs of a colocated worker, around a fake model."""
 
-    slots, chunk_size, budget = SLOTS, 2048, 4096
+    slots, chunk_size, budget, places = SLOTS, 2048, 4096, 8
 
     def versions(self) -> list[str]:
         return []
@@ -217,7 +279,7 @@ def test_mixed_is_granted_where_nothing_leaks(worker: Any) -> None:
 @pytest.mark.parametrize("flaw", [beside_a_prompt, a_row_among_many_tokens])
 def test_mixed_is_refused_where_rows_and_prompts_move_each_others_bits(worker: Any, flaw: Flaw) -> None:
     worker.model = a_model(flaw)
-    assert "a prompt of 16 tokens" in refused(worker, packed="")
+    assert " beside " in refused(worker, packed="")
 
 
 def test_without_packed_there_is_no_mixed(worker: Any) -> None:
