@@ -16,7 +16,7 @@ from corun.node.vllm.facts import decode_contract, model_contract, prefill_contr
 from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
 from decode_node.engine import VllmDecodeEngine, certify_rows
 from decode_node.slots import smaller_than
-from prefill_node.engine import MAX_SEQUENCES, VllmPrefillEngine, contract_buckets, full_step
+from prefill_node.engine import MAX_SEQUENCES, VllmPrefillEngine, contract_buckets, long_steps
 
 
 def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
@@ -40,7 +40,7 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
         long_prefill_token_threshold=config.chunk_size,
     )
     if base.on_gpu():
-        sizes = sorted({*buckets, *smaller_than(config.slots), config.slots, *full_step(tokens, config.chunk_size)})
+        sizes = sorted({*buckets, *smaller_than(config.slots), config.slots, *long_steps(tokens, config.chunk_size)})
         made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
         made.attention_config = base.gpu_attention(made, config.decode_split)
     return made

@@ -46,6 +46,8 @@ from prefill_node.sharing import PromptRequest
 MAX_SEQUENCES = 64
 """The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
 been read back yet."""
+TILE = 128
+"""The rows of a matrix product's tile: padding up to a whole one costs nothing."""
 RELEASE_TIMEOUT_S = 30.0
 HELD_TIMEOUT_S = 1.0
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ log = logging.getLogger(__name__)
 def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
     """Return the step lengths that get a CUDA graph, ascending: denser where padding costs most, at most the chunk.
 
-    A prompt alone is never longer than a chunk. Steps of several prompts may be; see `full_step`.
+    A prompt alone is never longer than a chunk. Steps of several prompts may be; see `long_steps`.
     """
     sizes = [*range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256)]
     return tuple(size for size in sizes if size <= chunk_size)
@@ -62,19 +64,22 @@ def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
 
 def contract_buckets(chunk_size: int) -> tuple[int, ...]:
     """Return the step lengths to which a prompt alone is padded, as the contract of both kinds of nodes has them. The
-    graph of a full step is none of these: only what is certified runs it."""
+    graphs of longer steps are none of these: only what is certified runs them."""
     return prefill_buckets(chunk_size) if base.on_gpu() else ()
 
 
-def full_step(tokens: int, chunk_size: int) -> tuple[int, ...]:
-    """Return the length of a full step, `tokens`, if it gets a CUDA graph, too.
+def long_steps(tokens: int, chunk_size: int) -> tuple[int, ...]:
+    """Return the step lengths above a chunk that get a CUDA graph, too, ascending to a full step of `tokens`.
 
-    To launch the kernels of a step takes the engine's thread tens of milliseconds, with a small model longer than the
-    GPU takes for 8192 tokens. While prompts wait, steps are full, so one more graph serves all of these. A step that is
-    longer than a chunk and not full runs without a graph. A prompt that is computed as the contract says never runs the
-    graph of a full step: there is one only where a full step has two chunks and more.
+    To launch the kernels of a step takes the engine's thread tens of milliseconds, with a small model or many experts
+    longer than the GPU takes to run them. Each length is an eighth less than the next, so that not much of a step is
+    padding: a large model would compute the rest in less time. A prompt that is computed as the contract says never
+    runs one of these graphs: there are some only where a full step has two chunks and more.
     """
-    return (tokens,) if 2 * chunk_size <= tokens else ()
+    found = list[int]()
+    while 2 * chunk_size <= tokens and (length := found[-1] * 7 // 8 // TILE * TILE if found else tokens) > chunk_size:
+        found.append(length)
+    return tuple(reversed(found))
 
 
 def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
@@ -95,7 +100,7 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
     if base.on_gpu():
         # There is one graph per bucket. A step is padded to the next bucket above its own length, so other requests
         # cannot change the shape of a prompt's own step.
-        sizes = [*prefill_buckets(config.chunk_size), *full_step(step_tokens, config.chunk_size)]
+        sizes = [*prefill_buckets(config.chunk_size), *long_steps(step_tokens, config.chunk_size)]
         made.compilation_config = base.gpu_graphs("PIECEWISE", sizes)
         made.attention_config = base.gpu_attention(made)
     return made

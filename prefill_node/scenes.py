@@ -104,8 +104,9 @@ def _together(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
 
 
 def _edges(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
-    """Yield a step with each number of tokens at both sides of the buckets' edges."""
-    edges = {total for edge in limits.buckets for total in (edge, edge + 1)}
+    """Yield a step with each number of tokens at both sides of the buckets' edges. Above a chunk it is the shortest
+    step of each graph, which has the most padding; the longest one is that of the prompts in company."""
+    edges = {total for edge in limits.buckets for total in (edge, edge + 1) if total <= limits.chunk or total > edge}
     for total in sorted(edge for edge in edges if edge <= limits.budget):
         short = tuple(_fitting(lengths, total - 1, limits))
         others = _parts(total - sum(short), limits.longest, limits.sequences - len(short))

@@ -9,7 +9,6 @@ loaded model's own steps, before the node serves. Must not know: gRPC.
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,8 +40,6 @@ CPU_LONGEST, CPU_BUDGET, CPU_SCENES = 1600, 2048, 2
 """The longest prompt, the most tokens of a step and the number of scenes of each kind on a CPU, where the test grants
 nothing and only finds what differs."""
 CPU_UNKNOWN = "a CPU's libraries do not tell in which order they sum for other numbers of rows"
-PADDING = 8
-"""The part of a full step that may be padding, as its denominator."""
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
@@ -59,7 +56,7 @@ class PrefillWorker(NodeWorker):
             return times
         manager, builders = self.model_runner.cudagraph_manager, attention.builders_of(self.model_runner)
         whole = self.may_be_whole and graphs.can_be_whole(builders)
-        graphs.plan(manager, builders, {*self.buckets, self.full_step}, self.row_lengths, whole=whole)
+        graphs.plan(manager, builders, {*self.buckets, *self.long_steps}, self.row_lengths, whole=whole)
         graphs.guard(manager, lambda: self.holds_prompts)
         times = super().compile_or_warm_up_model()
         score_in_steps_v2(self.model_runner, self.scorer())
@@ -78,9 +75,8 @@ class PrefillWorker(NodeWorker):
 
     def graph_of(self, tokens: int) -> int:
         """Return the length to which a step with prompts is padded, which has a graph; 0: it runs without one."""
-        if tokens >= self.nearly_full:
-            return self.full_step
-        return next((bucket for bucket in self.buckets if bucket >= tokens), 0)
+        lengths = self.buckets if tokens <= self.chunk_size else self.long_steps
+        return next((length for length in lengths if length >= tokens), 0)
 
     def scorer(self) -> Scorer:
         """Return how this node scores tokens."""
@@ -144,15 +140,10 @@ class PrefillWorker(NodeWorker):
         return [size for size in self.lengths if size <= self.chunk_size]
 
     @property
-    def full_step(self) -> int:
-        """The length of a full step if that has a graph (prefill_node/engine.py: `full_step`); else 0."""
-        return self.budget if self.budget in self.lengths[-1:] and self.budget > self.chunk_size else 0
-
-    @property
-    def nearly_full(self) -> int:
-        """The least tokens of a step that is padded to a full one. One that is shorter would compute too much padding:
-        a large model computes the rest in less time."""
-        return self.full_step - self.full_step // PADDING if self.full_step else sys.maxsize
+    def long_steps(self) -> list[int]:
+        """The lengths above a chunk that have a graph, too, ascending (prefill_node/engine.py: `long_steps`)."""
+        longest = max(self.chunk_size, *self.row_lengths, 0)
+        return [size for size in self.lengths if size > longest]
 
     @property
     def budget(self) -> int:
@@ -174,7 +165,7 @@ class PrefillWorker(NodeWorker):
             sequences=self.places,
             longest=min(longest, stepper.max_model_len - 1),
             packs_contexts=structure.packs_contexts(self.vllm_config),
-            buckets=(*self.buckets, *((self.nearly_full - 1, self.full_step) if self.full_step else ())),
+            buckets=(*self.buckets, *self.long_steps),
             scenes=CPU_SCENES if on_cpu else 2**20,
         )
         return within(limits, stepper.num_blocks - 1, stepper.block_size)

@@ -21,7 +21,7 @@ from corun.receipt import prompt_digest
 from corun.testing.engines import certificate
 from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node import engine as engine_module
-from prefill_node.engine import VllmPrefillEngine, arguments, contract_buckets, full_step, prefill_buckets
+from prefill_node.engine import VllmPrefillEngine, arguments, contract_buckets, long_steps, prefill_buckets
 from prefill_node.recheck import Computation
 from prefill_node.sharing import PromptRequest
 from tests.loading import load
@@ -357,10 +357,11 @@ def test_buckets_ascend_and_stay_within_the_chunk(chunk_size: int) -> None:
     assert all(16 <= bucket <= chunk_size for bucket in buckets)
 
 
-def test_the_graph_of_a_full_step_is_not_in_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_of_long_steps_are_not_in_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill nodes and colocated nodes have full steps of other lengths, and one contract."""
     monkeypatch.setattr(engine_module.base, "on_gpu", lambda: True)
-    assert full_step(STEP_TOKENS, 2048) == (STEP_TOKENS,)
+    assert long_steps(STEP_TOKENS, 2048) == (2304, 2688, 3072, 3584, STEP_TOKENS)
+    assert long_steps(STEP_TOKENS, STEP_TOKENS // 2 + 1) == ()
     assert contract_buckets(2048) == prefill_buckets(2048)
     assert contract_buckets(2048)[-1] == 2048
     monkeypatch.setattr(engine_module.base, "on_gpu", lambda: False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefill_node.engine import full_step, prefill_buckets
+from prefill_node.engine import long_steps, prefill_buckets
 from tests.loading import load
 
 
@@ -15,7 +15,7 @@ def worker(chunk: int, step: int, compiled: int = 8192) -> Any:
     """Return a prefill node's worker with the graphs that its engine asks for."""
     module = load("prefill_node.worker")
     made = object.__new__(module.PrefillWorker)
-    sizes = [*prefill_buckets(chunk), *full_step(step, chunk)]
+    sizes = [*prefill_buckets(chunk), *long_steps(step, chunk)]
     made.vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(
             long_prefill_token_threshold=chunk, max_num_scheduled_tokens=step, max_num_batched_tokens=compiled
@@ -25,11 +25,21 @@ def worker(chunk: int, step: int, compiled: int = 8192) -> Any:
     return made
 
 
-def test_a_full_step_has_a_graph_and_one_that_is_half_full_has_none() -> None:
+def test_every_step_has_a_graph_and_one_above_a_chunk_has_little_padding() -> None:
     found = worker(chunk=2048, step=8192)
-    lengths = (1, 2047, 2048, 2049, 7167, 7168, 8191, 8192)
-    assert [found.graph_of(tokens) for tokens in lengths] == [16, 2048, 2048, 0, 0, 8192, 8192, 8192]
+    lengths = (1, 2047, 2048, 2049, 4097, 7167, 7168, 7169, 8192)
+    assert [found.graph_of(tokens) for tokens in lengths] == [16, 2048, 2048, 2176, 4608, 7168, 7168, 8192, 8192]
     assert found.buckets == [*prefill_buckets(2048)], "the contract's own"
+    assert all(0 <= found.graph_of(tokens) - tokens < tokens * 0.18 for tokens in range(2049, 8193))
+
+
+def test_a_colocated_node_runs_no_graph_of_rows_in_a_step_above_a_chunk() -> None:
+    """Its rows may be more than the tokens of a chunk, and their graphs are among the captured lengths."""
+    found = worker(chunk=128, step=8192)
+    sizes = [*found.vllm_config.compilation_config.cudagraph_capture_sizes, 256, 192]
+    found.vllm_config.compilation_config.cudagraph_capture_sizes = sizes
+    found.__class__ = type("WithRows", (type(found),), {"row_lengths": (192, 256)})
+    assert [found.graph_of(tokens) for tokens in (128, 129, 257)] == [128, 384, 384]
 
 
 @pytest.mark.parametrize(("chunk", "step"), [(4096, 4096), (8192, 8192), (2049, 4096)])
