@@ -43,9 +43,9 @@ from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeR
 from prefill_node.recheck import Computation, Digests
 from prefill_node.sharing import PromptRequest
 
-MAX_SEQUENCES = 64
-"""The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
-been read back yet."""
+MAX_SEQUENCES = 128
+"""The most prompts of two steps together: with asynchronous scheduling those of the step before, whose output has not
+been read back yet, keep their places. Enough for two full steps of a colocated node with prompts of 128 tokens."""
 TILE = 128
 """The rows of a matrix product's tile: padding up to a whole one costs nothing."""
 RELEASE_TIMEOUT_S = 30.0
