@@ -17,9 +17,9 @@ all, as on a CPU, the first comparison finds it."""
 CUTS = (1, 16, 333, 1000)
 ACCOMPANIED = 2
 """The most steps of a prompt, its last ones, that hold others, too."""
-MAX_PIECES = 16
-"""The most pieces of one size that a prompt is cut into, at its end; what comes before them is cut as the contract
-says."""
+MAX_PIECES, MAX_SINGLE = 16, 4
+"""The most pieces of one size that a prompt is cut into, at its end, and the most of one token: enough to cross an
+edge, since such a step runs without a graph. What comes before them is cut as the contract says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _pieces(length: int, size: int, limits: Limits) -> tuple[int, ...]:
     """Cut the end of a prompt into pieces of `size`, and what is before them as the contract says."""
     if not 1 <= size <= limits.budget:
         return chunks(length, limits.chunk)
-    tail = min(MAX_PIECES, -(-length // size))
+    tail = min(MAX_PIECES if size > 1 else MAX_SINGLE, -(-length // size))
     head = max(0, length - tail * size)
     return (*chunks(head, limits.chunk), *chunks(length - head, size))
 
