@@ -8,7 +8,6 @@ not know: vLLM's internals, gRPC.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +30,7 @@ SAMPLES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alone:
-    """A prompt that ran alone in one step."""
+    """A prompt that ran alone."""
 
     prompt: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -65,26 +64,31 @@ class Room:
     sequences: int
     chunk: int
     """The most tokens of one prompt."""
-    contexts: bool = False
-    """Whether a part of a prompt may have been computed before, wherever it is cut."""
+    cuts: bool = False
+    """Whether prompts may be cut anywhere; otherwise what was computed of one before is whole chunks."""
     samples: bool = False
     """Whether samples may begin in their prompt's last step."""
 
 
 class MixedCertification(Certification):
-    """The probes of a decode node, and prompts that ran alone, side by side in the same steps: several prompts, one of
-    them also as its second half, and samples that begin with it."""
+    """The probes of a decode node, and prompts that ran alone, side by side in the same steps: a short prompt, or
+    several, one of which has a context, and samples that begin with it."""
 
     def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, room: Room) -> None:
         """Compute the expected bits of rows."""
         size = stepper.block_size
         # Beside them lies the KV of the same prompts alone, and a half again.
         tokens = min(room.tokens, stepper.num_blocks // 5 * size)
-        longest = min(tokens, room.chunk, stepper.max_model_len - 1) // size * size
+        most = min(tokens, stepper.max_model_len - 1)
+        longest = min(most, room.chunk) // size * size
         whole = {-(-length // size) * size for length in LENGTHS}
         self._room = replace(room, tokens=tokens)
         self._groups = self._grouped(sorted(length for length in {*whole, longest} if 0 < length <= longest))
-        blocks = max((5 * sum(group) // 2 // size + SAMPLES for group in self._groups), default=0)
+        behind = room.chunk + size
+        self._behind = 0 if room.cuts or room.chunk % size or behind > most else behind
+        """The tokens of a prompt whose last block is computed behind a whole chunk; 0: there is none."""
+        blocks = max((-(-5 * sum(group) // (2 * size)) for group in self._groups), default=0)
+        blocks += SAMPLES + (self._behind // size + 1 if self._behind else 0)
         self._spare = range(stepper.num_blocks - blocks, stepper.num_blocks)
         self._beside: list[Companion] = []
         self._difference = ""
@@ -93,67 +97,68 @@ class MixedCertification(Certification):
     def difference(self, slots: int) -> str:
         """Return the first difference in words; empty if there is none.
 
-        The prompts that fit into a step together have few rows beside them, all slots, or half of the slots.
+        Few rows, all slots, and half of the slots take turns beside the groups of prompts.
         """
         if not self._groups:
             return "no whole block of a prompt fits into a step, so nothing was compared"
         sizes = (min(len(self._probes), slots), slots, max(1, slots // 2))
-        for number, lengths in enumerate(self._groups):
-            company = self._company_of(lengths)
-            for rows in sizes[number % len(sizes) :: len(self._groups)]:
-                self._beside = company
-                traces = self._in_groups(rows, part=1, moving=rows < slots)  # Rows that move are not all busy at once.
-                self._beside = []
-                name = f"{rows} rows beside prompts of {', '.join(map(str, lengths))} tokens"
-                if found := self._stepper.agree(self._difference or self._compared(traces, name)):
-                    return found
+        for number in range(max(len(sizes), len(self._groups))):
+            lengths, rows = self._groups[number % len(self._groups)], sizes[number % len(sizes)]
+            self._beside = self._company_of(lengths)
+            traces = self._in_groups(rows, part=1, moving=rows < slots)  # Rows that move are not all busy at once.
+            self._beside = []
+            name = f"{rows} rows beside prompts of {', '.join(map(str, lengths))} tokens"
+            if found := self._stepper.agree(self._difference or self._compared(traces, name)):
+                return found
         return ""
 
     def _grouped(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Put lengths, the shortest first, into groups that fit into a step."""
+        """Put lengths, the shortest first, into groups that fit into a step. Before these come two short ones alone,
+        since a step in service mostly holds one short prompt beside many rows."""
         groups: list[list[int]] = []
         for length in lengths:
             if groups and sum(groups[-1]) + length <= self._room.tokens and len(groups[-1]) < self._room.sequences:
                 groups[-1].append(length)
             else:
                 groups.append([length])
-        return groups
+        return [*([length] for length in lengths[:2] if [length] not in groups), *groups]
 
     def _company_of(self, lengths: Sequence[int]) -> list[Companion]:
-        """Run prompts of these lengths alone. Return them as company of rows, with the second half of the longest one
-        and samples of it as far as a step has room."""
-        size, free = self._stepper.block_size, iter(self._spare)
+        """Run prompts of these lengths alone. Return them as company of rows, with the end of one behind its context
+        and samples of the longest one as far as a step has room."""
+        size, free, company = self._stepper.block_size, iter(self._spare), list[Companion]()
 
         def take(count: int) -> tuple[int, ...]:
-            return tuple(itertools.islice(free, count))
+            return tuple(next(free) for _ in range(count))
 
-        company: list[Companion] = []
+        def add(name: str, alone: Alone, start: Sequence[int]) -> None:
+            """Add the rest of a prompt behind these blocks, if a step has room."""
+            count = len(alone.prompt) - len(start) * size
+            if sum(one.count for one in company) + count <= self._room.tokens and len(company) < self._room.sequences:
+                blocks = (*start, *take(len(alone.blocks) - len(start)))
+                company.append(Companion(name=name, alone=alone, blocks=blocks, computed=len(start) * size))
+
         for length in lengths:
-            alone = self._alone(length, take(length // size))
-            company.append(Companion(name=f"a prompt of {length} tokens", alone=alone, blocks=take(length // size)))
-        longest, alone = company[-1], company[-1].alone
-        half, last = len(alone.blocks) // 2, len(alone.blocks) - 1
-        more: list[Companion] = []
-        if self._room.contexts and half:
-            blocks = (*alone.blocks[:half], *take(len(alone.blocks) - half))
-            name = f"the second half of {longest.name}"
-            more.append(Companion(name=name, alone=alone, blocks=blocks, computed=half * size))
+            add(f"a prompt of {length} tokens", self._alone(length, take(length // size)), ())
+        longest, last = company[-1], len(company[-1].blocks) - 1
+        if self._room.cuts and last:
+            add(f"the second half of {longest.name}", longest.alone, longest.alone.blocks[: (last + 1) // 2])
+        if self._behind:
+            alone = self._alone(self._behind, take(self._behind // size))
+            add(f"the end of a prompt of {self._behind} tokens", alone, alone.blocks[:-1])
         for _ in range(SAMPLES if self._room.samples else 0):
-            blocks, name = (*longest.blocks[:last], *take(1)), f"a sample that begins with {longest.name}"
-            more.append(Companion(name=name, alone=alone, blocks=blocks, computed=last * size))
-        for one in more:
-            fits = sum(other.count for other in company) + one.count <= self._room.tokens
-            if fits and len(company) < self._room.sequences:
-                company.append(one)
+            add(f"a sample that begins with {longest.name}", longest.alone, longest.blocks[:last])
         return company
 
     def _alone(self, length: int, blocks: tuple[int, ...]) -> Alone:
+        """Run a prompt in the contract's chunks, or, where it may be cut anywhere, in one step."""
         prompt = self._prompt(length)
-        sequence = self._prefill("alone", prompt, blocks)
-        trace = self._stepper.step([(sequence, length)], rows=0)[sequence.name]
+        sequence, traces = self._prefill("alone", prompt, blocks), dict[str, Trace]()
+        for count in chunks(length, self._room.chunk):
+            traces = self._stepper.step([(sequence, count)], rows=0)
+            self.steps += 1
         self._stepper.close()
-        self.steps += 1
-        return Alone(prompt=prompt, blocks=blocks, trace=replace(trace, kv=()))
+        return Alone(prompt=prompt, blocks=blocks, trace=replace(traces[sequence.name], kv=()))
 
     def _prefill(self, name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:
         # A greedy token is the same at any place of its output.

@@ -104,7 +104,7 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
             cuts, draws = (not test.refused.get(one.value, "not wanted") for one in (Freedom.CHUNKS, Freedom.SCORES))
             room = self.budget - self.slots
             chunk = room if cuts else self.chunk_size
-            beside = Room(tokens=room, sequences=self.places, chunk=chunk, contexts=cuts, samples=draws)
+            beside = Room(tokens=room, sequences=self.places, chunk=chunk, cuts=cuts, samples=draws)
             mixed = MixedCertification(Stepper(self), self.slots, sampling_style, beside)
             test.refused[name] = mixed.difference(self.slots)
             test.add("mixed steps", mixed.steps, mixed.comparisons, time.monotonic() - began)

@@ -102,6 +102,7 @@ class FakeStepper:
         own = (tokens, splits) if self.by_position else self._contents(sequence, start, splits)
         first = start // self.block_size
         written = sequence.blocks[first : -(-sequence.computed // self.block_size)]
+        assert len(sequence.blocks) * self.block_size >= sequence.computed, "a sequence lacks blocks"
         shown = leak if self.stage == "kv" else None
         if self.by_position:
             for number, block in enumerate(written, start=first):

@@ -47,27 +47,52 @@ def test_rows_and_prompts_that_ignore_each_other_may_share_steps(module: ModuleT
     held = [[*map(names_prompt, step)] for step in model.steps]
     assert model.told == [step.count(False) if any(step) else None for step in held]
     assert {SLOTS, 4, 1, None} <= {*model.told}
-    assert model.steps.count(["alone"]) == len(module.LENGTHS)
+    assert model.steps.count(["alone"]) == 2 + len(module.LENGTHS)  # The two shortest also beside rows alone.
+
+
+SHORT = [{(16, 0)}, {(336, 0)}]
 
 
 @pytest.mark.parametrize(
     ("room", "beside"),
     [
-        ({"tokens": 2048}, [{(16, 0), (336, 0), (1008, 0)}, {(2048, 0)}]),
-        ({"tokens": 2048, "sequences": 2}, [{(16, 0), (336, 0)}, {(1008, 0)}, {(2048, 0)}]),
-        ({"tokens": 2880, "chunk": 2048}, [{(16, 0), (336, 0), (1008, 0)}, {(2048, 0)}]),
-        ({"tokens": 2048, "contexts": True}, [{(16, 0), (336, 0), (1008, 0), (1008, 496)}, {(2048, 0)}]),
-        ({"tokens": 2048, "samples": True}, [{(16, 0), (336, 0), (1008, 0), (1008, 992)}, {(2048, 0)}]),
+        ({}, [*SHORT, {(16, 0), (336, 0), (1008, 0)}, {(2048, 0)}]),
+        ({"sequences": 2}, [*SHORT, {(16, 0), (336, 0)}, {(1008, 0)}, {(2048, 0)}]),
+        ({"sequences": 1}, [*SHORT, {(1008, 0)}, {(2048, 0)}]),
+        ({"chunk": 16}, [{(16, 0), (32, 16)}]),
+        ({"chunk": 336}, [*({*one, (352, 336)} for one in SHORT), {(16, 0), (336, 0), (352, 336)}]),
         (
-            {"tokens": 2048, "contexts": True, "samples": True},
-            [{(16, 0), (336, 0), (1008, 0), (1008, 496), (1008, 992)}, {(2048, 0)}],
+            {"tokens": 2880, "chunk": 2048},
+            [{*one, (2064, 2048)} for one in (*SHORT, {(16, 0), (336, 0), (1008, 0)}, {(2048, 0)})],
+        ),
+        (
+            {"cuts": True},
+            [{(16, 0)}, {(336, 0), (336, 160)}, {(16, 0), (336, 0), (1008, 0), (1008, 496)}, {(2048, 0)}],
+        ),
+        (
+            {"samples": True, "tokens": 2080, "chunk": 2048},
+            [
+                {(16, 0), (2064, 2048)},
+                {(336, 0), (2064, 2048), (336, 320)},
+                {(16, 0), (336, 0), (1008, 0), (2064, 2048), (1008, 992)},
+                {(2048, 0), (2064, 2048), (2048, 2032)},
+            ],
+        ),
+        (
+            {"cuts": True, "samples": True},
+            [
+                {(16, 0)},
+                {(336, 0), (336, 160), (336, 320)},
+                {(16, 0), (336, 0), (1008, 0), (1008, 496), (1008, 992)},
+                {(2048, 0)},
+            ],
         ),
     ],
 )
 def test_prompts_share_the_steps_that_they_fit_into(
     module: ModuleType, room: dict[str, Any], beside: list[set[tuple[int, int]]]
 ) -> None:
-    """The longest of them also as its second half, and with samples that begin in its step, each with its tokens."""
+    """One of them also with a context, and with samples that begin in its step, each with its tokens."""
     found: list[set[tuple[int, int]]] = []
 
     def note(row: int, batch: list[Any], sequence: Any) -> Any:
@@ -78,6 +103,18 @@ def test_prompts_share_the_steps_that_they_fit_into(
     model = a_model(note)
     assert certify(module, model, **room) == ""
     assert found == beside
+
+
+@pytest.mark.parametrize("samples", [True, False])
+@pytest.mark.parametrize(
+    ("max_model_len", "tokens", "chunk"), [(17, 64, 16), (350, 2048, 48), (640, 700, 2048), (5265, 7936, 7936)]
+)
+def test_there_are_blocks_for_all(
+    module: ModuleType, max_model_len: int, tokens: int, chunk: int, samples: bool
+) -> None:
+    """Also for an odd number of them, whose second half is the larger one."""
+    model = a_model(max_model_len=max_model_len, num_blocks=2500)
+    assert certify(module, model, tokens, chunk=chunk, cuts=chunk == tokens, samples=samples) == ""
 
 
 def beside_a_prompt(row: int, batch: list[Any], sequence: Any) -> Any:
@@ -100,16 +137,16 @@ def beside_all_slots(row: int, batch: list[Any], sequence: Any) -> Any:
 @pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
 @pytest.mark.parametrize("flaw", [beside_a_prompt, beside_a_long_prompt])
 def test_a_row_that_a_prompt_leaks_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
-    lengths = "2048" if flaw is beside_a_long_prompt else "16, 336, 1008"
+    length = 2048 if flaw is beside_a_long_prompt else 16
     found = certify(module, a_model(flaw, stage=stage))
-    assert f"rows beside prompts of {lengths} tokens: probe-" in found
+    assert f"rows beside prompts of {length} tokens: probe-" in found
 
 
 @pytest.mark.parametrize("stage", ["hidden", "logits", "logprob"])
 @pytest.mark.parametrize("flaw", [a_row_among_many_tokens, beside_all_slots])
 def test_a_prompt_that_rows_leak_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
     found = certify(module, a_model(flaw, stage=stage))
-    length = 16 if flaw is a_row_among_many_tokens else 2048
+    length = 16 if flaw is a_row_among_many_tokens else 336
     assert found.startswith(f"a prompt of {length} tokens beside rows differs first in ")
 
 
@@ -122,11 +159,11 @@ def test_a_prompt_whose_kv_follows_rows_is_found(module: ModuleType) -> None:
     ("block_size", "longest", "max_model_len", "lengths"),
     [
         (16, 2048, 9999, {16, 336, 1008, 2048}),
-        (16, 512, 9999, {16, 336, 512}),
+        (16, 512, 9999, {16, 336, 512, 528}),  # The last one has a block behind a whole chunk.
         (16, 2048, 1009, {16, 336, 1008}),  # A longer prompt than the model's own would overrun its buffers.
         (16, 2048, 1008, {16, 336, 992}),
         (64, 2048, 9999, {64, 384, 1024, 2048}),  # MLA's blocks.
-        (64, 512, 9999, {64, 384, 512}),
+        (64, 512, 9999, {64, 384, 512, 576}),
     ],
 )
 def test_prompts_are_whole_blocks_that_step_and_model_have_room_for(
@@ -164,14 +201,14 @@ def of_a_beginning_sample(row: int, batch: list[Any], sequence: Any) -> Any:
     ("flaw", "found"),
     [
         (of_two_prompts, "a prompt of 16 tokens"),
-        (of_a_context, "the second half of a prompt of 1008 tokens"),
-        (of_a_beginning_sample, "a sample that begins with a prompt of 1008 tokens"),
+        (of_a_context, "the second half of a prompt of 336 tokens"),
+        (of_a_beginning_sample, "a sample that begins with a prompt of 336 tokens"),
     ],
 )
 def test_what_leaks_only_where_rows_are_beside_several_prompts_is_found(
     module: ModuleType, flaw: Flaw, found: str, stage: str
 ) -> None:
-    assert certify(module, a_model(flaw, stage=stage), contexts=True, samples=True).startswith(found + " beside rows")
+    assert certify(module, a_model(flaw, stage=stage), cuts=True, samples=True).startswith(found + " beside rows")
 
 
 # What was drawn, as a prompt.
