@@ -28,7 +28,8 @@ def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
     from vllm import AsyncEngineArgs
 
     base.check_split(config.decode_split)
-    tokens = max(base.compiled_tokens(), config.chunk_size + config.slots)  # Rows take a part of it.
+    # Rows take a part of it. vLLM wants a token for each sequence.
+    tokens = max(base.compiled_tokens(), config.slots + max(config.chunk_size, MAX_SEQUENCES))
     buckets = contract_buckets(config.chunk_size)
     shares = {SLOTS: config.slots, BUCKETS: list(buckets)}
     made = AsyncEngineArgs(

@@ -17,9 +17,12 @@ all, as on a CPU, the first comparison finds it."""
 CUTS = (1, 16, 333, 1000)
 ACCOMPANIED = 2
 """The most steps of a prompt, its last ones, that hold others, too."""
-MAX_PIECES, MAX_SINGLE = 16, 4
-"""The most pieces of one size that a prompt is cut into, at its end, and the most of one token: enough to cross an
-edge, since such a step runs without a graph. What comes before them is cut as the contract says."""
+MAX_PIECES = 16
+"""The most pieces of one size that a prompt is cut into, at its end; what comes before them is cut as the contract
+says."""
+MAX_SINGLE = 4
+"""The most pieces of one token: enough to cross an edge. A step of one token runs without a graph, and takes several
+times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +107,10 @@ def _together(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
 
 
 def _edges(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
-    """Yield a step with each number of tokens at both sides of the buckets' edges. Above a chunk it is the shortest
-    step of each graph, which has the most padding; the longest one is that of the prompts in company."""
+    """Yield a step with each number of tokens at both sides of the buckets' edges. Above a chunk it is only the
+    shortest step of each graph, which has the most padding. Prompts in company fill whole steps anyway."""
     edges = {total for edge in limits.buckets for total in (edge, edge + 1) if total <= limits.chunk or total > edge}
-    for total in sorted(edge for edge in edges if edge <= limits.budget):
+    for total in sorted(edge for edge in {*edges, limits.chunk + 1} if edge <= limits.budget):
         short = tuple(_fitting(lengths, total - 1, limits))
         others = _parts(total - sum(short), limits.longest, limits.sequences - len(short))
         if short and others:
@@ -244,7 +247,11 @@ def blocks_wanted(limits: Limits, block_size: int) -> int:
 
 
 def within(limits: Limits, blocks: int, block_size: int) -> Limits:
-    """Return the limits with a longest prompt so short that the whole test fits into `blocks` KV blocks."""
-    while limits.longest > 1 and blocks_wanted(limits, block_size) > blocks:
-        limits = replace(limits, longest=limits.longest // 2)
+    """Return the limits with a longest prompt so short, and so few sequences, that the whole test fits into `blocks` KV
+    blocks."""
+    while blocks_wanted(limits, block_size) > blocks and limits.longest + limits.sequences > 2:
+        if limits.longest > 1:
+            limits = replace(limits, longest=limits.longest // 2)
+        else:
+            limits = replace(limits, sequences=limits.sequences // 2)
     return limits
