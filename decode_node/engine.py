@@ -141,8 +141,6 @@ class VllmDecodeEngine:
             OverloadedError: its constraint could not be tried in time.
             UnavailableError: the engine died.
         """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         if request.params.constraint is not None:
             await self._trials.check(*request.params.constraint)
         transfer = self._transfer(request)
@@ -150,11 +148,7 @@ class VllmDecodeEngine:
             transfer[TOPS_PARAM] = request.params.top_logprobs
         sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
         asked = base.core_request(request.request_id, request.prompt_token_ids, sampling, request.share_key or None)
-        try:
-            await self._llm.engine_core.add_request_async(asked)
-        except EngineDeadError:
-            self.on_death()
-            raise UnavailableError("the engine died") from None
+        await base.unless_dead(self._llm.engine_core.add_request_async(asked), self.on_death)
 
     def _transfer(self, request: DecodeRequest) -> dict[str, Any]:
         """Return the parameters with which vLLM reads the KV."""

@@ -405,16 +405,11 @@ class VllmPrefillEngine:
 
     async def _run(self, request: Any) -> Any:
         """Compute a prompt, given as `_core_request` returns it; return its last output."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         request_id = request.request_id
         done = self._computing[request_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._llm.engine_core.add_request_async(request)
+            await base.unless_dead(self._llm.engine_core.add_request_async(request), self.on_death)
             return await done
-        except EngineDeadError:
-            self.on_death()
-            raise UnavailableError("the engine died") from None
         except asyncio.CancelledError:
             await asyncio.shield(self._llm.engine_core.abort_requests_async([request_id]))
             raise

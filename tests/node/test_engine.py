@@ -13,7 +13,7 @@ import zmq
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
-from corun.node.vllm.start import answer, nixl_endpoint, prepare, refuse_unfit
+from corun.node.vllm.start import answer, call_workers, nixl_endpoint, prepare, refuse_unfit
 from corun.types import NixlEndpoint, NodeRole
 from tests.loading import environment, load
 
@@ -210,3 +210,16 @@ async def test_a_question_ends_with_its_answer_or_with_the_engine(monkeypatch: p
     failing.result.set_exception(RuntimeError("EngineDeadError"))
     with pytest.raises(UnavailableError, match="the engine died"):
         await answer(failing)
+
+
+@pytest.mark.parametrize("dead", [True, False])
+async def test_only_a_dead_engine_makes_a_failed_call_to_its_workers_unavailable(dead: bool) -> None:
+    """Routers then know of a lost node. What a living worker raises is still a fault of its own."""
+    died = load("vllm.v1.engine.exceptions").EngineDeadError()
+
+    async def collective_rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
+        raise died if dead else RuntimeError("Call to share_kv failed")
+
+    llm = SimpleNamespace(collective_rpc=collective_rpc)
+    with pytest.raises(UnavailableError if dead else RuntimeError, match="the engine died" if dead else "share_kv"):
+        await call_workers(llm, "share_kv", "r", ["d0"], timeout_s=1.0)

@@ -292,6 +292,24 @@ async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
     assert engine.take([output("r")]) == [output("r")], "its late output is nobody's"
 
 
+async def test_a_call_that_comes_when_the_engine_has_died_is_told_so(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its router then knows of a lost node, and not of one that fails."""
+    engine = make(VllmPrefillEngine, llm)
+    died: list[str] = []
+    engine.on_death = lambda: died.append("p")
+
+    async def dead(*_: Any, **__: Any) -> None:
+        raise load("vllm.v1.engine.exceptions").EngineDeadError
+
+    monkeypatch.setattr(llm, "add_request_async", dead)
+    monkeypatch.setattr(llm, "collective_rpc", dead)
+    prompt = PromptRequest("r", [1, 2], READER)
+    for call in (engine.prefill(prompt), engine.share("r", ["d0"]), engine.release("r", "d0")):
+        with pytest.raises(UnavailableError, match="the engine died"):
+            await call
+    assert died == ["p"]
+
+
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:
     await engine.prefill(PromptRequest("r", [1], READER))
     with pytest.raises(InvalidArgumentError, match="request_id = 'r': must be unique to one attempt"):

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -347,14 +347,29 @@ def core_request(request_id: str, prompt_token_ids: Sequence[int], sampling: Any
     )
 
 
+async def unless_dead(call: Awaitable[Any], on_death: Callable[[], None] = lambda: None) -> Any:
+    """Return what a call of the engine returns. If vLLM raises that the engine is dead, call `on_death` and raise
+    UnavailableError."""
+    try:
+        return await call
+    except Exception as error:
+        from vllm.v1.engine.exceptions import EngineDeadError  # Import late: calls that succeed need no vLLM.
+
+        if not isinstance(error, EngineDeadError):
+            raise
+        on_death()
+        raise UnavailableError("the engine died") from None
+
+
 async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
     """Call a method of every worker of the engine and return one answer per tensor-parallel rank.
 
-    Raises UnavailableError if there is no answer in time. The deadline is ours: after vLLM's own deadline the late
-    answer stays in its queue, is taken for the next call's, and the engine dies (v1/executor/multiproc_executor.py).
+    Raises UnavailableError if the engine is dead, or if there is no answer in time. The deadline is ours: after vLLM's
+    own deadline the late answer stays in its queue, is taken for the next call's, and the engine dies
+    (v1/executor/multiproc_executor.py).
     """
     try:
-        answers: list[Any] = await asyncio.wait_for(llm.collective_rpc(method, args=args), timeout_s)
+        answers: list[Any] = await asyncio.wait_for(unless_dead(llm.collective_rpc(method, args=args)), timeout_s)
     except asyncio.TimeoutError:
         raise UnavailableError(f"the engine did not answer {method} within {timeout_s:g} s") from None
     return answers
