@@ -26,6 +26,7 @@ from corun.errors import (
     Shown,
     UnavailableError,
     from_rpc_error,
+    is_answered,
 )
 from corun.observe.trace_context import Metadata
 from corun.params import SamplingParams
@@ -421,6 +422,7 @@ class DecodeClient(NodeClient):
 
         After such a timeout or a cancellation, the call goes on for up to `timeout_s` + `CLEANUP_TIMEOUT_S` in all,
         because `release` must know whether the node granted it. A node that has not answered by then is given up.
+        The same holds for a node whose answer is lost because the call breaks.
         """
         request = decode_pb2.ReserveRequest(
             router_id=self.router_id,
@@ -512,12 +514,22 @@ class DecodeClient(NodeClient):
             freed()
 
     async def _reserve(self, lease: RemoteLease, request: decode_pb2.ReserveRequest, timeout_s: float) -> None:
-        try:
-            response = await self._call(self._stub.Reserve, request, timeout_s)
-        except DeadlineError:
-            self._give_up(f"it has not answered a reservation for {timeout_s:g} s")
-            raise
+        response = await self._call(self._answered_reserve, request, timeout_s)
         self._hold(lease, response.lease_id)
+
+    async def _answered_reserve(self, request: decode_pb2.ReserveRequest, **options: Any) -> decode_pb2.ReserveResponse:
+        """Call `Reserve`. Give the node up if the call ends without an answer of it: it may have granted a lease, and
+        nobody knows the lease's id. The step stream may stand nevertheless, on an older connection."""
+        try:
+            response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, **options)
+            return response
+        except grpc.aio.AioRpcError as error:
+            if not is_answered(error):
+                self._give_up(f"it has not answered a reservation: {from_rpc_error(error)}")
+            raise
+        except asyncio.CancelledError:  # grpc.aio reports CANCELLED from the other side in this way.
+            self._give_up("it has not answered a reservation: the call was cancelled")
+            raise
 
     def _hold(self, lease: RemoteLease, lease_id: int) -> None:
         lease.lease_id, lease.granted_at = lease_id, loop_time()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 
 from corun.errors import DataLossError, OverloadedError, UnavailableError
 from corun.params import SamplingParams
@@ -235,6 +236,35 @@ async def test_a_lease_that_nobody_waits_for_any_more_is_given_back(
         else:
             assert node.leases == 1
             node.sides[NodeRole.DECODE].service.give_up("the test is over")
+
+
+@pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.CANCELLED])
+async def test_a_lease_is_given_back_if_the_answer_to_its_prompt_is_lost(
+    model: str, monkeypatch: pytest.MonkeyPatch, started: list[str], code: StatusCode
+) -> None:
+    """The step stream tells of the lease, so the session goes on, with all that runs in it."""
+    real, calls = PrefillService.Prefill, 0
+
+    async def prefill(service: PrefillService, request: PrefillRequest, context: Any) -> PrefillResponse:
+        nonlocal calls
+        calls += 1
+        answer = await real(service, request, context)
+        if calls == 1:
+            await context.abort(code, "the connection broke")
+        return answer
+
+    monkeypatch.setattr(PrefillService, "Prefill", prefill)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        await add_colocated(fake)
+        node, client = fake.node("c0"), fake.router.registry._decodes["c0-decode"].client
+        node.engine.hanging = True  # The first run does not end by itself.
+        call = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=9))
+        await until(lambda: len(node.engine.aborted) == 1 and len(started) == 2)
+        node.engine.hanging = False
+        (output,) = await call
+        assert right(output, PROMPT, PARAMS, 9)
+        assert retries(fake) == {"lost": 1}
+        assert fake.router.registry._decodes["c0-decode"].client is client
 
 
 async def test_a_sample_without_room_for_itself_has_no_prompt_computed_and_waits(model: str) -> None:

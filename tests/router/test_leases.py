@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 
 from corun import AsyncClient, Condition, VerifyCase
-from corun.errors import UnavailableError
+from corun.errors import CorunError, InternalError, OverloadedError, UnavailableError
 from corun.node.membership import NodeAgent
 from corun.receipt import prompt_digest
 from corun.rpc import codec
@@ -363,18 +364,52 @@ class TestSessions:
             (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
             assert right(output, PROMPT, PARAMS, 1)
 
+    @pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.INTERNAL])
+    async def test_a_session_ends_if_the_answer_to_a_reservation_is_lost_and_its_stream_stands(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, code: StatusCode
+    ) -> None:
+        """The call's connection broke. The stream has an older one, as after a change of the TLS files."""
+        unanswered = Unanswered(monkeypatch, "Reserve", code)
+        async with cluster(model, **PATIENT) as fake:
+            session, unanswered.calls = member_of(fake, fake.nodes[1]).client.session, 1
+            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+            assert right(output, PROMPT, PARAMS, 1)
+            await fake.idle()
+            assert member_of(fake, fake.nodes[1]).client.session > session
+            assert retries(fake) == {"lost": 1}
+
+    async def test_a_refusal_ends_no_session(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The control: a node that answers with an error of its own has granted nothing."""
+        errors: list[CorunError] = [UnavailableError("no"), InternalError("no"), OverloadedError("no", 0.0)]
+        real = DecodeService.Reserve
+
+        async def reserve(node: DecodeService, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
+            if errors:
+                raise errors.pop()
+            return await real(node, request, context)
+
+        monkeypatch.setattr(DecodeService, "Reserve", reserve)
+        async with cluster(model, **PATIENT) as fake:
+            client = member_of(fake, fake.nodes[1]).client
+            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+            assert right(output, PROMPT, PARAMS, 1)
+            assert (errors, member_of(fake, fake.nodes[1]).client) == ([], client)
+
 
 class Unanswered:
     """Calls of a method whose answers never leave the node; the first ones, when `calls` is set. It does what they ask
-    for, but releases nothing."""
+    for, but releases nothing. With a code, the caller gets this status, without anything that one of our processes
+    says with it, as when the network ends the call."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, code: StatusCode | None = None) -> None:
         self.calls = 0
         real = getattr(DecodeService, method)
 
         async def call(node: DecodeService, request: Any, context: Any) -> Any:
             is_lost, self.calls = self.calls > 0, max(0, self.calls - 1)
             answer = None if is_lost and isinstance(request, pb.ReleaseRequest) else await real(node, request, context)
+            if is_lost and code is not None:
+                await context.abort(code, "the connection broke")
             if is_lost:
                 await asyncio.sleep(WAIT_S)  # Its client ends it before.
             return answer
