@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corun.node.kv.handle import READER
 from corun.room import SampleBlocks, UsedBlocks, places
 
 SMALLER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768)
@@ -74,8 +75,9 @@ class Lease:
 
     @property
     def request_id(self) -> str:
-        """The id of the engine's request for the sample."""
-        return f"lease-{self.lease_id}"
+        """The id of the engine's request for the sample. It begins with a mark that no prefill's id may hold, since the
+        engine of a colocated node has prefills, too."""
+        return f"{READER}lease-{self.lease_id}"
 
 
 class SlotTable:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.node.kv.handle import binding, bound, is_checked, owner
+from corun.node.kv.handle import binding, bound, is_checked, names_in, owner, read_id
 from corun.types import KvHandle, KvOwner, NodeRef
 
 P0 = NodeRef(node_id="p0", generation="a" * 16)
@@ -73,6 +73,11 @@ def test_every_field_is_bound_or_only_says_where_and_for_which_reader() -> None:
     """A reader's name decides when KV is freed, not whose it is: that is what the blocks' owners are looked at for."""
     changed = {name for change in OTHERS.values() for name in change}
     assert {field.name for field in fields(KvHandle)} - changed == {"host", "port", "tp_size", "binding", "claim"}
+
+
+def test_a_reader_is_found_although_its_name_begins_with_the_mark() -> None:
+    names = ("prefill-1", "/lease-1")
+    assert names_in(read_id(*names)) == names
 
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))

@@ -176,10 +176,10 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
 ) -> None:
     """Nothing of it reaches the engine, which may end of it, and it is no fault of the node's."""
     with pytest.raises(InvalidArgumentError) as caught:
-        await engine.start(DecodeRequest("lease-1", HANDLE, PROMPT, beyond_limits(**fields), seed=1))
+        await engine.start(DecodeRequest("/lease-1", HANDLE, PROMPT, beyond_limits(**fields), seed=1))
     assert (caught.value.field, caught.value.limit) == (f"sampling_params.{field}", limit)
     with pytest.raises(InvalidArgumentError, match="seed"):
-        await engine.start(DecodeRequest("lease-1", HANDLE, PROMPT, SamplingParams(), seed=2**63))
+        await engine.start(DecodeRequest("/lease-1", HANDLE, PROMPT, SamplingParams(), seed=2**63))
     assert engine._llm.engine_core.asked == []
 
 
@@ -199,9 +199,9 @@ async def test_the_handle_becomes_a_read(engine: VllmDecodeEngine, claim: str, r
     one id, the end of one read would end it for all. The blocks must be those of the prefills that computed them."""
     handle = replace(HANDLE, claim=claim)
     owners = [(owner("prefill-0", HANDLE.prefill_node), 2), (owner("prefill-1", HANDLE.prefill_node), 1)]
-    await engine.start(DecodeRequest("lease-1", handle, PROMPT, SamplingParams(), seed=2**63 - 1))
+    await engine.start(DecodeRequest("/lease-1", handle, PROMPT, SamplingParams(), seed=2**63 - 1))
     (asked,) = engine._llm.engine_core.asked
-    assert (asked.request_id, asked.prompt_token_ids, asked.sampling_params.seed) == ("lease-1", [*PROMPT], 2**63 - 1)
+    assert (asked.request_id, asked.prompt_token_ids, asked.sampling_params.seed) == ("/lease-1", [*PROMPT], 2**63 - 1)
     assert asked.sampling_params.extra_args["kv_transfer_params"] == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -225,19 +225,19 @@ async def test_a_sample_that_comes_when_the_engine_has_died_is_told_so(engine: V
 
     engine._llm.engine_core.add_request_async = add_request_async
     with pytest.raises(UnavailableError, match="the engine died"):
-        await engine.start(DecodeRequest("lease-1", HANDLE, PROMPT, SamplingParams(), seed=1))
+        await engine.start(DecodeRequest("/lease-1", HANDLE, PROMPT, SamplingParams(), seed=1))
     assert died == ["d"]
 
 
 async def test_of_a_prompt_that_is_not_computed_the_scheduler_learns_which_it_is(engine: VllmDecodeEngine) -> None:
     own = OwnPrompt("prefill-1", HANDLE.prefill_node)
-    await engine.start(DecodeRequest("lease-1", own, PROMPT, SamplingParams(), seed=1))
+    await engine.start(DecodeRequest("/lease-1", own, PROMPT, SamplingParams(), seed=1))
     (asked,) = engine._llm.engine_core.asked
     assert asked.sampling_params.extra_args["kv_transfer_params"] == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": engine.engine_id,
-        "remote_request_id": "prefill-1/lease-1",
+        "remote_request_id": "prefill-1//lease-1",
         "remote_block_ids": [[]],
         "remote_host": "",
         "remote_port": 0,

@@ -7,15 +7,20 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 from grpc import StatusCode
 
-from corun.errors import DataLossError, OverloadedError, UnavailableError
+from corun.errors import DataLossError, OverloadedError, UnavailableError, from_rpc_error
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import channel
+from corun.testing.cluster import WAIT_S
 from corun.testing.engines import FakeDecodeEngine, expected
 from corun.types import GONE_AS_PLANNED, NodeInfo, NodeLoad, NodeRole, NodeState
 from corun.v1.decode_service_pb2 import StreamStepsResponse
-from corun.v1.prefill_service_pb2 import PrefillRequest, PrefillResponse
+from corun.v1.prefill_service_pb2 import PrefillRequest, PrefillResponse, ScoreTokensRequest
+from corun.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from decode_node.service import DecodeRequest, DecodeService, OwnPrompt, StepStream
 from prefill_node.service import PrefillService
 from router.clock import AwakeClock
@@ -165,6 +170,29 @@ async def test_who_asks_for_a_prompt_that_another_sample_came_with_gets_its_kv(
             assert output.token_ids == expected(PROMPT, SamplingParams(logprobs=True), seed)[0]
         assert started == ["prompt"] * 2
         assert prefill.engine.prefilled == [tuple(PROMPT)]
+
+
+async def test_no_prompt_may_have_the_name_of_a_sample(model: str) -> None:
+    """Both sides name requests in one engine, which takes a name for one request."""
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        await add_colocated(fake)
+        node = fake.node("c0")
+        node.engine.hanging = True
+        call = asyncio.ensure_future(generate(fake, PROMPT, seed=9))
+        await until(lambda: node.engine._running)
+        (name,) = node.engine._running
+        prefill, decode = (agent.info for agent in node.agents)
+        async with channel(prefill.address) as link:
+            stub: Any = PrefillServiceStub(link)  # type: ignore[no-untyped-call]
+            fields: dict[str, Any] = {"request_id": name, "generation": prefill.ref.generation}
+            prompt = PrefillRequest(**fields, prompt_token_ids=(1, 2), reader=codec.node_ref_to_proto(decode.ref))
+            score = ScoreTokensRequest(**fields, token_ids=(1, 2), num_scored=1)
+            for asked in (stub.Prefill(prompt, timeout=WAIT_S), stub.ScoreTokens(score, timeout=WAIT_S)):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await asked
+                assert "request_id" in str(from_rpc_error(refused.value))
+        node.engine.hanging = False
+        await call
 
 
 async def test_a_sample_that_cannot_come_with_its_prompt_starts_after_it(model: str, started: list[str]) -> None:

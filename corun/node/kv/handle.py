@@ -60,8 +60,8 @@ CHECK_PARAM = "corun_check"
 READER = "/"
 """The mark between a prefill's id and a reader's id in the messages from decode nodes to prefill nodes."""
 SEPARATORS = f"{READER}:,"
-"""All marks that separate names in these messages, so no name may contain them. All but `READER` are vLLM's
-(nixl/pull_worker.py)."""
+"""All marks that separate names in these messages, so no prefill's id may contain them. All but `READER` are vLLM's
+(nixl/pull_worker.py). A name that must differ from each such id begins with `READER`: `names_in` still finds it."""
 
 
 def bound(handle: KvHandle) -> KvHandle:
