@@ -83,7 +83,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         begin = [*self.unread(), *(request for request in self.skipped_waiting if not is_prompt(request))]
         rows = min(len(self._rows) + len(begin), self.slots)
         self._slots_left, self._beside = self.slots - rows, []
-        # What rows in the step leave, so that it is full if there are enough prompts: it has a graph then.
+        # What rows in the step leave, so that it is full if there are enough prompts, and nothing of it is padding.
         self.budget = self._step_tokens - (rows if self._may_mix() else 0)
         chosen = self.choose()
         mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)

@@ -237,7 +237,7 @@ def test_prompts_that_take_turns_with_rows_get_whole_steps(stepping: ModuleType,
 def test_with_it_rows_ride_in_every_step_and_prompts_get_all_that_they_leave(
     stepping: ModuleType, platform: Platform
 ) -> None:
-    """A full step has a graph, so none may be a few tokens short. And reads begin beside prompts."""
+    """A step that is a few tokens short is padded to a full one. And reads begin beside prompts."""
     prompts = (Arrive(prompt=100, freedoms=MIXED),) * 3
     ops = (sample(16, 30), sample(16, 30), Run(4), *prompts, Run(1), sample(20, 3))
     trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
