@@ -12,6 +12,7 @@ begun, the KV stays, whoever else has read it. Must not know: connectors, sampli
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,10 +132,13 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return bool(super().has_requests()) and not self._awaits_prompts()
 
     def _awaits_prompts(self) -> bool:
-        """Return whether all requests here are samples whose prompts have yet to come."""
-        if self.finished_req_ids or not self.requests:
+        """Return whether all that waits is samples whose prompts have yet to come, and nothing runs. Prompts that are
+        finished may be here, as long as their KV is kept."""
+        if self.finished_req_ids or self.running or not (self.waiting or self.skipped_waiting):
             return False
-        return all(handle.OWN_PROMPT_PARAM in (each.kv_transfer_params or {}) for each in self.requests.values())
+        given = (one.kv_transfer_params or {} for one in itertools.chain(self.waiting, self.skipped_waiting))
+        owns = (params.get(handle.OWN_PROMPT_PARAM) for params in given)
+        return all(own is not None and own[0] not in self.requests for own in owns)
 
     def _may_mix(self) -> bool:
         """Return whether rows may be in a step with the prompt at the head of the line: they need leave of each one."""

@@ -470,13 +470,15 @@ def test_blocks_that_several_prompts_begin_with_are_prompts_once(stepping: Modul
 
 
 @PLATFORMS
+@pytest.mark.parametrize("kept", [False, True])
 def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_yet_to_come(
-    stepping: ModuleType, platform: Platform
+    stepping: ModuleType, platform: Platform, kept: bool
 ) -> None:
     """A step without anything in it would keep the prompt waiting. A pair comes first, then when all has ended, then
-    beside another pair."""
+    beside another pair. kept: whether KV of a prompt that has finished before is here all the time."""
     one = sample(40, 3, own=True, with_prompt=1)
-    trace = Trace(slots=2, chunk=16, blocks=48, ops=(one, Run(30), one, Run(1), one), budget=16)
+    before = (Arrive(prompt=20, transfer_steps=400), Run(10)) if kept else ()
+    trace = Trace(slots=2, chunk=16, blocks=48, ops=(*before, one, Run(30), one, Run(1), one), budget=16)
     engine = stepping.engine(COLOCATED, trace, platform, role=None)
     add, asked = engine.scheduler.add_request, list[bool]()
 
@@ -487,7 +489,7 @@ def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_ye
     engine.scheduler.add_request = watched
     record = engine.play()
     assert violations(record, trace, stepping) == set()
-    assert asked == [False, True, False, True, True, True]
+    assert asked == [*([True] if kept else []), False, True, False, True, True, True]
     engine.scheduler.connector.has_pending_push_work = lambda: True
     assert engine.scheduler.has_requests(), "vLLM has a reason of its own"
 
