@@ -46,7 +46,7 @@ class Companion:
     alone: Alone
     """What it must be equal to."""
     blocks: tuple[int, ...]
-    """Those that hold what was computed before, and then its own."""
+    """The blocks of what was computed before, and then its own."""
     computed: int = 0
     """The tokens before it: whole blocks."""
 
@@ -140,14 +140,14 @@ class MixedCertification(Certification):
 
         for length in lengths:
             add(f"a prompt of {length} tokens", self._alone(length, take(length // size)), ())
-        longest, last = company[-1], len(company[-1].blocks) - 1
-        if self._room.cuts and last:
-            add(f"the second half of {longest.name}", longest.alone, longest.alone.blocks[: (last + 1) // 2])
+        longest, whole = company[-1], company[-1].alone.blocks
+        if self._room.cuts and len(whole) > 1:
+            add(f"the second half of {longest.name}", longest.alone, whole[: len(whole) // 2])
         if self._behind:
             alone = self._alone(self._behind, take(self._behind // size))
             add(f"the end of a prompt of {self._behind} tokens", alone, alone.blocks[:-1])
         for _ in range(SAMPLES if self._room.samples else 0):
-            add(f"a sample that begins with {longest.name}", longest.alone, longest.blocks[:last])
+            add(f"a sample that begins with {longest.name}", longest.alone, longest.blocks[:-1])
         return company
 
     def _alone(self, length: int, blocks: tuple[int, ...]) -> Alone:

@@ -142,7 +142,7 @@ class PrefillWorker(NodeWorker):
     @property
     def long_steps(self) -> list[int]:
         """The lengths above a chunk that have a graph, too, ascending (prefill_node/engine.py: `long_steps`)."""
-        longest = max(self.chunk_size, *self.row_lengths, 0)
+        longest = max([self.chunk_size, *self.row_lengths])
         return [size for size in self.lengths if size > longest]
 
     @property

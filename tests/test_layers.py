@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("corun", "router", "prefill_node", "decode_node", "corun_bench")
+PACKAGES = ("corun", "router", "prefill_node", "decode_node", "colocated_node", "corun_bench")
 ENGINE = ("torch", "vllm", "nixl", "transformers")
 """What only node processes load."""
 WATCH = ("prometheus_client", "opentelemetry")
@@ -38,7 +38,8 @@ def corun(*names: str) -> tuple[str, ...]:
     return tuple(f"corun.{name}" for name in names)
 
 
-NODES = ("prefill_node", "decode_node")
+NODES = ("prefill_node", "decode_node", "colocated_node")
+NODE_FILES = tuple(f"{name}/" for name in NODES)
 PROCESSES = ("router", *NODES)
 VOCABULARY = tuple(f"corun/{name}.py" for name in ("contract", "params", "receipt", "room", "types"))
 ABOVE = ("client", "node", "launch", "gateway", "cli")
@@ -46,20 +47,19 @@ ABOVE = ("client", "node", "launch", "gateway", "cli")
 PURE_LAUNCH = ("members", "placement")
 RULES = {
     # The house, from top to bottom: the benchmark, the processes, the package.
-    "the benchmark stands above the processes": Rule(
-        ("corun/", "router/", "prefill_node/", "decode_node/"), ("corun_bench",)
-    ),
+    "the benchmark stands above the processes": Rule(("corun/", "router/", *NODE_FILES), ("corun_bench",)),
     "corun is for everybody": Rule(("corun/",), PROCESSES, ("corun/testing/",)),
-    "nobody needs what tests use": Rule(
-        ("corun/", "router/", "prefill_node/", "decode_node/"), corun("testing"), ("corun/testing/",)
-    ),
+    "nobody needs what tests use": Rule(("corun/", "router/", *NODE_FILES), corun("testing"), ("corun/testing/",)),
     "only nodes load engines": Rule(("corun/",), (*ENGINE, "tokenizers"), ("corun/node/",)),
     "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, *corun("launch", "client", "node"))),
-    "a prefill node stands alone": Rule(("prefill_node/",), ("ray", "tokenizers", "router", "decode_node")),
-    "a decode node stands alone": Rule(("decode_node/",), ("ray", "tokenizers", "router", "prefill_node")),
-    "nodes do not know who starts or calls them": Rule(
-        ("prefill_node/", "decode_node/"), corun("launch", "client", "cli", "gateway")
+    "a prefill node stands alone": Rule(
+        ("prefill_node/",), ("ray", "tokenizers", "router", "decode_node", "colocated_node")
     ),
+    "a decode node stands alone": Rule(
+        ("decode_node/",), ("ray", "tokenizers", "router", "prefill_node", "colocated_node")
+    ),
+    "a colocated node is made of both": Rule(("colocated_node/",), ("ray", "tokenizers", "router")),
+    "nodes do not know who starts or calls them": Rule(NODE_FILES, corun("launch", "client", "cli", "gateway")),
     # The package, a line a folder: what it must not know of the others.
     "vocabulary": Rule(
         VOCABULARY, ("grpc", "google", "asyncio", *corun("v1", "rpc", "config", "records", "observe", *ABOVE))

@@ -32,7 +32,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 def test_nobody_is_told_to_install_the_stranger_that_is_called_corun() -> None:
     assert PROJECT["name"] != "corun"
     assert PROJECT["scripts"] == {"corun": "corun.cli:main"}
-    folders = ("corun", "router", "prefill_node", "decode_node", "docs", "k8s", "examples")
+    folders = ("corun", "router", "prefill_node", "decode_node", "colocated_node", "docs", "k8s", "examples")
     files = [
         path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
     ]

@@ -73,7 +73,7 @@ def test_a_field_without_a_docstring_is_an_error() -> None:
 def test_the_environment_that_the_processes_read_is_listed() -> None:
     listed = [name.strip("` ") for row in rows("Environment") for name in row[0].split(",")]
     read: set[str] = set()
-    for package in ("corun", "router", "prefill_node", "decode_node"):
+    for package in ("corun", "router", "prefill_node", "decode_node", "colocated_node"):
         for path in (ROOT / package).rglob("*.py"):
             if "v1" not in path.parts:
                 read |= variables_read(path.read_text(encoding="utf-8"))
