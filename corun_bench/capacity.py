@@ -132,21 +132,24 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
         direct = path == "direct"
         ports = [reserve("127.0.0.1") for _ in range(setup.decode_nodes if direct else setup.processes)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        nodes = [("direct" if direct else "decode", index) for index in range(setup.decode_nodes)]
+        kind = "direct" if direct else "colocated" if setup.colocated else "decode"
+        nodes = [(kind, index) for index in range(setup.decode_nodes)]
         for index, port in enumerate(() if direct else ports):
             # No audits: they would run samples again, as extra load that is not measured.
             flags = ("--router-id", f"r{index}", "--audit-fraction", "0")
             processes.start(f"router-{index}", "router", "--port", str(port), *flags)
         # Several, so that a larger load does not wait for one process of them.
-        prefills = [("prefill", index) for index in range(-(-setup.decode_nodes // 2))]
-        for role, index in nodes if direct else [*prefills, *nodes]:
+        prefills = [("prefill", index) for index in range(-(-setup.decode_nodes // 2))] if kind == "decode" else []
+        # A router knows a colocated node as two.
+        num_known = 2 * len(nodes) if kind == "colocated" else len(prefills) + len(nodes)
+        for role, index in [*prefills, *nodes]:
             options = {"role": role, "index": index, "model": str(tiny.ensure()), "slots": setup.slots}
             options |= {"step_ms": setup.step_ms, "routers": addresses, "port": ports[index] if direct else 0}
             processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
         for address in () if direct else addresses:
             with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
                 what = f"router {address} does not use all nodes"
-                _await(processes, what, functools.partial(_are_ready, client, len(prefills) + len(nodes)))
+                _await(processes, what, functools.partial(_are_ready, client, num_known))
         probe = Probe(() if direct else addresses)
         began, ended, used, rss = _load(setup, processes, METHODS[path], addresses, probe)
         for name in [name for name in processes.running if not name.startswith("router")]:

@@ -14,19 +14,20 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from corun.contract import Contract
 from corun.node.membership import NodeAgent
 from corun.rpc import codec
 from corun.rpc.server import GrpcServer, raise_file_limit, run
 from corun.testing.engines import BLOCK_SIZE, Facts, FakeKv, FakePrefillEngine
 from corun.testing.model import contract
-from corun.types import FinishReason, NixlEndpoint, NodeInfo, NodeRef, NodeRole, new_generation
+from corun.types import FinishReason, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.v1 import cluster_service_pb2, decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun_bench.load import FIRST_TOKEN, NUM_TOKENS, time_code
 from decode_node.service import DecodeRequest, DecodeService, StepRow
@@ -45,7 +46,7 @@ class FakeNodeOptions:
     """The options of one fake node. The port is that of a direct node."""
 
     role: str
-    """Role of the node: prefill, decode, or direct, which streams to clients by itself without any router."""
+    """Role of the node: prefill, decode, colocated, or direct, which streams to clients by itself without a router."""
     model: str
     """Model whose tokenizer the router loads."""
     index: int
@@ -145,43 +146,70 @@ async def _stream(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Ev
     await server.stop(0.0)
 
 
-async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Event) -> None:
-    role = NodeRole.PREFILL if options.role == "prefill" else NodeRole.DECODE
-    ref = NodeRef(node_id=f"fake-{options.role}-{options.index}", generation=new_generation())
-    claimed = contract(role, options.model, slots=options.slots, max_model_len=MAX_MODEL_LEN)
-    kv_blocks = options.slots * MAX_MODEL_LEN // BLOCK_SIZE
-    server, endpoint = GrpcServer(), None
-    service: PrefillService | DecodeService
-    if role is NodeRole.PREFILL:
-        prefill = FakePrefillEngine(claimed, FakeKv(), Facts(), ref)
-        prefill.kv_ttl_s = 0.0  # No engine of this benchmark reads KV.
-        service, endpoint = PrefillService(ref, prefill, kv_tokens=kv_blocks * BLOCK_SIZE), prefill.endpoint
-        server.add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, service)
-    else:
-        table = SlotTable(slots=options.slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE)
-        service = DecodeService(ref, engine, table, lease_ttl_ms=60_000)
+class FakeNode:
+    """A node's services around fake engines: one, or the two of a colocated node, which a router knows as two nodes."""
+
+    def __init__(self, options: FakeNodeOptions, engine: StepEngine) -> None:
+        self.server = GrpcServer()
+        self._options = options
+        self._kv_blocks = options.slots * MAX_MODEL_LEN // BLOCK_SIZE
+        self._generation = new_generation()
+        self._infos: list[tuple[NodeInfo, Callable[[], Awaitable[NodeLoad]]]] = []
+        samples = self._add_decode(engine) if options.role != "prefill" else None
+        if options.role != "decode":
+            self._add_prefill(samples)
+
+    def agents(self) -> list[NodeAgent]:
+        """Return what keeps each service registered. The server must have started."""
+        routers, address = tuple(self._options.routers), self.server.address
+        return [NodeAgent(replace(info, address=address), routers, load) for info, load in self._infos]
+
+    def _add_decode(self, engine: StepEngine) -> DecodeService:
+        info = self._info(NodeRole.DECODE)
+        table = SlotTable(slots=info.slots, kv_blocks=self._kv_blocks, block_size=BLOCK_SIZE)
+        service = DecodeService(info.ref, engine, table, lease_ttl_ms=60_000)
         engine.on_step, engine.on_read = service.on_step, service.on_read
-        server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, service)
-    await server.start()
-    info = NodeInfo(
-        ref=ref,
-        role=role,
-        address=server.address,
-        contract_json=claimed.canonical_json(),
-        kv_blocks=kv_blocks,
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=FIRST_TOKEN + NUM_TOKENS,
-        model=options.model,
-        slots=0 if endpoint else options.slots,
-        nixl=endpoint,
-    )
-    membership = asyncio.ensure_future(NodeAgent(info, tuple(options.routers), service.load).run())
+        self.server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, service)
+        self._infos.append((info, service.load))
+        return service
+
+    def _add_prefill(self, samples: DecodeService | None) -> None:
+        info = self._info(NodeRole.PREFILL)
+        model = Contract.from_json(info.contract_json)
+        engine = FakePrefillEngine(model, FakeKv(), Facts(), info.ref, info.engine_id)
+        engine.kv_ttl_s = 0.0  # No engine of this benchmark reads KV.
+        service = PrefillService(info.ref, engine, kv_tokens=self._kv_blocks * BLOCK_SIZE, samples=samples)
+        self.server.add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, service)
+        self._infos.append((replace(info, nixl=engine.endpoint), service.load))
+
+    def _info(self, role: NodeRole) -> NodeInfo:
+        options = self._options
+        model = contract(role, options.model, slots=options.slots, max_model_len=MAX_MODEL_LEN)
+        return NodeInfo(
+            ref=NodeRef(node_id=f"fake-{role.value}-{options.index}", generation=self._generation),
+            role=role,
+            address="",  # It is known when the server has started.
+            contract_json=model.canonical_json(),
+            kv_blocks=self._kv_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=FIRST_TOKEN + NUM_TOKENS,
+            model=options.model,
+            slots=options.slots if role is NodeRole.DECODE else 0,
+            engine_id=f"fake-engine-{options.role}-{options.index}",
+        )
+
+
+async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Event) -> None:
+    node = FakeNode(options, engine)
+    await node.server.start()
+    memberships = [asyncio.ensure_future(agent.run()) for agent in node.agents()]
     try:
         await stop.wait()
     finally:
-        membership.cancel()
-        await server.stop(0.0)
+        for membership in memberships:
+            membership.cancel()
+        await node.server.stop(0.0)
 
 
 def main() -> None:

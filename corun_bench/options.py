@@ -149,6 +149,8 @@ class CapacityOptions:
     """Processes that the clients are spread over."""
     processes: int = 1
     """Router processes, each on a port of its own; the clients are spread over them."""
+    colocated: bool = False
+    """Measure with colocated nodes, which compute the prompts of their samples, instead of prefill and decode nodes."""
     separate: bool = False
     """Measure the router with a stream for each sample as well, as clients without the SDK may use it."""
     repeats: int = 1

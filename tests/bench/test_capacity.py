@@ -62,6 +62,16 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     assert json.loads(line)["carried_decode_nodes"] == 1
 
 
+def test_a_router_is_measured_with_colocated_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {**SMALL, "colocated": True, "seconds": 0.3, "ramp_s": 0.1, "warmup_s": 0.1}
+    assert RouterBench(**options).run() == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert "colocated True" in table[0]
+    assert found["router"]["wrong"] == 0, found["errors"]
+    assert found["router"]["tokens"] > 0
+
+
 class LateClients(Processes):
     """Clients that come up one after the other, noted with what is waited for and looked at."""
 
