@@ -144,11 +144,10 @@ class PrefillScheduler(ReservingScheduler):
         for request in started:
             if request.num_computed_tokens < request.num_prompt_tokens:
                 yield request
-        places = self.places - len(started)
-        if not self.waiting or places <= 0:
-            return
-        room = self.room(started)
-        for request in islice(self.unstarted(), places):
+        room: int | None = None
+        for request in islice(self.unstarted(), max(0, self.places - len(started))):
+            if room is None:  # It is counted for prompts that wait only: samples may wait in every step.
+                room = self.room(started)
             room -= self.blocks_of(request)
             if room < 0:
                 return

@@ -594,6 +594,27 @@ def test_the_work_of_a_step_does_not_grow_with_rows_times_waiting_samples(
 
 
 @PLATFORMS
+def test_room_for_prompts_is_counted_only_while_one_waits(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than all else that a step of rows needs of this scheduler, and samples may wait in every step."""
+    cls = load("colocated_node.scheduler").ColocatedScheduler
+    count, counted = cls.room, list[int]()
+    monkeypatch.setattr(cls, "room", lambda self, started: counted.append(1) or count(self, started))
+    trace = Trace(slots=4, chunk=16, blocks=14, ops=(sample(33, 90),) * 4, budget=64)
+    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    for op in trace.ops:
+        engine._arrive(op)
+    for _ in range(6):
+        engine.step()
+    assert engine.scheduler.waiting, "samples wait for room"
+    assert not counted
+    engine._arrive(Arrive(prompt=20, max_tokens=1))
+    engine.step()
+    assert counted
+
+
+@PLATFORMS
 @pytest.mark.parametrize("prompt", [1, 17, 40])
 def test_a_sample_that_runs_renews_no_lease(stepping: ModuleType, platform: Platform, prompt: int) -> None:
     """It has a copy of its own. While it waits for a slot, it does."""
