@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from corun.errors import CorunError
+from corun.errors import CorunError, UnavailableError
 from corun_bench.client import ClusterTarget, StreamTarget
 from corun_bench.driver import Outcome, Request
 from corun_bench.options import CapacityOptions, plain
@@ -31,6 +31,10 @@ CONNECTION_SAMPLES = 512
 """The samples in flight on one connection, of which servers allow 1024, if there are not more addresses."""
 DRAIN_S = 120.0
 """The time for samples that still run at the end to finish, in seconds."""
+STUCK = (
+    "a router that loses a fake node runs its samples again and refuses the nodes, which then draw other tokens; with "
+    "fewer nodes, or on more cores, it would lose none"
+)
 FIRST_TOKEN, NUM_TOKENS = 256, 128
 """The first of the token ids that are drawn, one after the other, and their number: they are words of the built-in tiny
 model."""
@@ -84,7 +88,7 @@ class Load:
         self._addresses = [*addresses] * -(-self._concurrency // (CONNECTION_SAMPLES * len(addresses)))
 
     async def run(self, stop: asyncio.Event) -> LoadResults:
-        """Run until `stop` is set, then wait for the samples in flight."""
+        """Run until `stop` is set, then wait for the samples in flight. Raises UnavailableError if they do not end."""
         targets = [
             StreamTarget(address, self._method) if self._method else ClusterTarget(address)
             for address in self._addresses
@@ -97,7 +101,10 @@ class Load:
                 asyncio.ensure_future(self._work(place, targets[place % len(targets)], stop)) for place in places
             ]
             await stop.wait()
-            await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
+            try:
+                await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
+            except TimeoutError:
+                raise UnavailableError(f"samples still run {DRAIN_S:g} s after the load has ended: {STUCK}") from None
         finally:
             await asyncio.gather(*(one.aclose() for one in targets))
         for target in targets:
@@ -156,7 +163,10 @@ def main() -> None:
     load, path = Load(CapacityOptions(**spec.pop("setup")), **spec), Path(spec["output"])
     gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    results = asyncio.run(_until_input_ends(load))
+    try:
+        results = asyncio.run(_until_input_ends(load))
+    except UnavailableError as error:
+        sys.exit(str(error))
     path.write_text(json.dumps(plain(results, LoadResults)))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun_bench import capacity
+from corun_bench import load as load_module
 from corun_bench.capacity import Probe, _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
@@ -134,6 +135,23 @@ async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:
     assert "7 of 8 tokens came" in results.errors[-1]
     assert results.tokens == 1 + 3 + 5 + 7 + 7 * (results.calls - 4) == len(results.times)
     assert all(0 <= age < 5 for _, age in results.times)
+
+
+async def test_samples_that_do_not_end_are_an_error_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "DRAIN_S", 0.05)
+    server = FakeDirect(StepEngine(0.002, 8)).server  # Nobody lets this engine make a step.
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    setup = CapacityOptions(decode_nodes=1, slots=2, prompt_tokens=3, output_tokens=8, ramp_s=0.01)
+    await server.start()
+    stop = asyncio.Event()
+    stop.set()
+    try:
+        with pytest.raises(UnavailableError, match=r"samples still run 0\.05 s .* loses a fake node"):
+            await Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused")).run(stop)
+    finally:
+        await server.stop(0.0)
 
 
 def test_a_token_says_when_it_was_emitted_in_bits_that_fp32_keeps() -> None:
