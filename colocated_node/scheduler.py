@@ -396,9 +396,10 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
 
     def _check_step(self, output: SchedulerOutput, chosen: Sequence[Request]) -> None:
         """Refuse a step with a row that must not be in it, or with prompts other than these or in other chunks."""
-        known = (request.request_id for request in (*self._started, *chosen))  # No other prompt may be in a step.
+        ran = {request.request_id for request in self._rows}  # It is known of these already that they are no prompts.
         rows = dict(output.num_scheduled_tokens)
-        prompts = {name: rows.pop(name) for name in known if name in rows}
+        names = [name for name in rows if name not in ran and is_prompt(self.requests[name])]
+        prompts = {name: rows.pop(name) for name in names}
         if rows and not self._takes_rows:
             raise RuntimeError(f"the prefill step of {sorted(prompts)} holds rows of {sorted(rows)}")
         tails = {sample.request_id: self._tail(sample) for sample in self._beside}

@@ -165,7 +165,7 @@ class FakeNode:
         return [NodeAgent(replace(info, address=address), routers, load) for info, load in self._infos]
 
     def _add_decode(self, engine: StepEngine) -> DecodeService:
-        info = self._info(NodeRole.DECODE)
+        info = self._info(self._contract(NodeRole.DECODE))
         table = SlotTable(slots=info.slots, kv_blocks=self._kv_blocks, block_size=BLOCK_SIZE)
         service = DecodeService(info.ref, engine, table, lease_ttl_ms=60_000)
         engine.on_step, engine.on_read = service.on_step, service.on_read
@@ -174,17 +174,19 @@ class FakeNode:
         return service
 
     def _add_prefill(self, samples: DecodeService | None) -> None:
-        info = self._info(NodeRole.PREFILL)
-        model = Contract.from_json(info.contract_json)
+        model = self._contract(NodeRole.PREFILL)
+        info = self._info(model)
         engine = FakePrefillEngine(model, FakeKv(), Facts(), info.ref, info.engine_id)
         engine.kv_ttl_s = 0.0  # No engine of this benchmark reads KV.
         service = PrefillService(info.ref, engine, kv_tokens=self._kv_blocks * BLOCK_SIZE, samples=samples)
         self.server.add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, service)
         self._infos.append((replace(info, nixl=engine.endpoint), service.load))
 
-    def _info(self, role: NodeRole) -> NodeInfo:
-        options = self._options
-        model = contract(role, options.model, slots=options.slots, max_model_len=MAX_MODEL_LEN)
+    def _contract(self, role: NodeRole) -> Contract:
+        return contract(role, self._options.model, slots=self._options.slots, max_model_len=MAX_MODEL_LEN)
+
+    def _info(self, model: Contract) -> NodeInfo:
+        options, role = self._options, model.role
         return NodeInfo(
             ref=NodeRef(node_id=f"fake-{role.value}-{options.index}", generation=self._generation),
             role=role,

@@ -35,6 +35,7 @@ STUCK = (
     "a router that loses a fake node runs its samples again and refuses the nodes, which then draw other tokens; with "
     "fewer nodes, or on more cores, it would lose none"
 )
+"""Why samples do not end under a load that the machine cannot carry."""
 FIRST_TOKEN, NUM_TOKENS = 256, 128
 """The first of the token ids that are drawn, one after the other, and their number: they are words of the built-in tiny
 model."""

@@ -872,10 +872,13 @@ def test_rows_beside_prompts_that_may_not_have_them_are_refused(
         engine.play()
 
 
-def test_other_prompts_than_chosen_are_refused(stepping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = stepping.engine(
-        COLOCATED, Trace(2, 16, 48, (Arrive(prompt=40), Arrive(prompt=40)), budget=40), CPU, role=None
-    )
+@pytest.mark.parametrize(
+    "prompt", [Arrive(prompt=40), Arrive(prompt=1, freedoms=("mixed",))], ids=["alone", "of one token, with rows"]
+)
+def test_other_prompts_than_chosen_are_refused(
+    stepping: ModuleType, monkeypatch: pytest.MonkeyPatch, prompt: Arrive
+) -> None:
+    engine = stepping.engine(COLOCATED, Trace(2, 16, 48, (prompt, prompt), budget=40), CPU, role=None)
     shows = engine.scheduler.showing_waiting
     monkeypatch.setattr(engine.scheduler, "showing_waiting", lambda shown: shows([*engine.scheduler.waiting]))
     with pytest.raises(RuntimeError, match=r"the prefill step of \['0'\] holds"):
