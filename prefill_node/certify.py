@@ -32,28 +32,43 @@ def lengths(chunk_size: int, buckets: Sequence[int], longest: int) -> list[int]:
 
 
 class Bench:
-    """Runs prompts one at a time, each in other KV blocks than the one before."""
+    """Runs prompts one at a time, each in other KV blocks than all whose KV is still held."""
 
-    def __init__(self, stepper: Stepper, chunk_size: int, longest: int, sampling: Any) -> None:
+    def __init__(self, stepper: Stepper, chunk_size: int, tested: Sequence[int], sampling: Any) -> None:
+        """Create it. tested: the prompts' lengths, ascending. There must be four times the blocks of the longest."""
         self._stepper = stepper
         self._chunk = chunk_size
         self._sampling = sampling
         self._draw = random.Random(SEED)
-        count = min(4 * self._blocks_of(longest), stepper.num_blocks - 1)
-        self._pool = BlockPool(stepper, count, self._draw, SEED)
+        self._longest = self._blocks_of(tested[-1])
+        wanted = sum(self._blocks_of(length) for length in tested) + 2 * self._longest
+        self._pool = BlockPool(stepper, min(wanted, stepper.num_blocks - 1), self._draw, SEED)
+        self._before = self._pool.take(self._longest)
+
+    def groups(self, tested: Sequence[int]) -> list[list[int]]:
+        """Put lengths into as few groups as have room in KV blocks, all prompts of one and the longest one beside."""
+        groups, free = list[list[int]](), 0
+        for length in tested:
+            count = self._blocks_of(length)
+            if count > free:
+                groups.append([])
+                free = len(self._pool.free) - self._longest
+            groups[-1].append(length)
+            free -= count
+        return groups
 
     def prompt(self, length: int) -> tuple[int, ...]:
         return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
 
     def contents(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Return the contents of a prompt's blocks before it runs; they matter because its last block is not filled."""
-        taken = self._pool.take(self._blocks_of(length))
-        found = self._stepper.read(taken)
-        self._pool.give_back(taken)
-        return found
+        """Return the contents of a prompt's blocks before it runs; they matter because its last block is not filled.
+        They lie in blocks of their own, in which nothing runs."""
+        return self._stepper.read(self._before[: self._blocks_of(length)])
 
-    def run(self, name: str, prompt: tuple[int, ...], contents: Sequence[torch.Tensor] | None = None) -> Trace:
-        """Prefill one prompt in chunks and return a trace with all of its KV."""
+    def run(
+        self, name: str, prompt: tuple[int, ...], contents: Sequence[torch.Tensor] | None = None
+    ) -> tuple[TestSequence, Trace]:
+        """Prefill one prompt in chunks. Its KV stays in its blocks until `give_back`; the trace is without it."""
         blocks = self._pool.take(self._blocks_of(len(prompt)))
         if contents is not None:
             self._stepper.write(blocks, contents)
@@ -62,10 +77,12 @@ class Bench:
         while not traces:
             count = min(self._chunk, len(prompt) - sequence.computed)
             traces = self._stepper.step([(sequence, count)], rows=0)
-        trace = self._stepper.whole(sequence, traces[name])
         self._stepper.close()
-        self._pool.give_back(blocks)
-        return trace
+        return sequence, replace(traces[name], kv=())
+
+    def give_back(self, *sequences: TestSequence) -> None:
+        for sequence in sequences:
+            self._pool.give_back(sequence.blocks)
 
     def _blocks_of(self, length: int) -> int:
         return -(-(length + 1) // self._stepper.block_size)
@@ -74,18 +91,29 @@ class Bench:
 def certify(stepper: Stepper, chunk_size: int, buckets: Sequence[int], sampling: Any) -> str:
     """Run each prompt twice; the second run comes after another prompt and uses other KV blocks.
 
+    The other prompt is as long as the longest one, so it costs most, and all prompts whose KV can be held meanwhile
+    share it. Before it they run from the shortest up, each right behind a shorter one. After it they run from the
+    longest down, each right behind a longer one or the other prompt, so other tokens were left behind its end.
+
     Returns:
-        The first difference in words; empty if every bit is the same.
+        The first difference of the shortest prompt that has one in words; empty if every bit is the same.
     """
     room = (stepper.num_blocks - 1) // 4 * stepper.block_size - 1
     tested = lengths(chunk_size, buckets, min(stepper.max_model_len - 1, room))
-    bench = Bench(stepper, chunk_size, tested[-1], sampling)
-    for length in tested:
-        name, prompt, contents = f"a prompt of {length} tokens", bench.prompt(length), bench.contents(length)
-        first = bench.run(name, prompt, contents)
-        bench.run("another prompt", bench.prompt(tested[-1]))
-        second = bench.run(name, prompt, contents)
-        difference = compare({name: [first]}, {name: [second]}, "after another prompt, in other KV blocks")
+    bench = Bench(stepper, chunk_size, tested, sampling)
+    for group in bench.groups(tested):
+        firsts = [
+            bench.run(f"a prompt of {length} tokens", bench.prompt(length), bench.contents(length)) for length in group
+        ]
+        other, _ = bench.run("another prompt", bench.prompt(tested[-1]))
+        bench.give_back(other)
+        difference = ""
+        for first, expected in reversed(firsts):
+            second, found = bench.run(first.name, first.prompt, bench.contents(len(first.prompt)))
+            left, right = stepper.whole(first, expected), stepper.whole(second, found)
+            scene = "after another prompt, in other KV blocks"
+            difference = compare({first.name: [left]}, {first.name: [right]}, scene) or difference
+            bench.give_back(first, second)
         if difference := stepper.agree(difference):
             return difference
     return ""

@@ -90,7 +90,8 @@ class FakeStepper:
         self._known = self._known - gone | names
         self.steps.append([sequence.name for sequence in batch])
         found = {s.name: self._run(row, batch, s, count) for row, (s, count) in enumerate(tokens)}
-        return {name: trace for name, trace in found.items() if traced is None or name in traced}
+        complete = {sequence.name for sequence in batch if sequence.computed >= len(sequence.prompt)}
+        return {name: found[name] for name in found if name in complete and (traced is None or name in traced)}
 
     def _run(self, row: int, batch: list[TestSequence], sequence: TestSequence, count: int) -> Trace:
         leak = self.flaw(row, batch, sequence)

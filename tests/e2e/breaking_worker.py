@@ -96,15 +96,16 @@ def neighbours_draw(worker: Any) -> Any:
     return mock.patch.object(sampling, "variate", variate)
 
 
-Run = Callable[..., selftest.Trace]
+Ran = tuple[selftest.TestSequence, selftest.Trace]
+Run = Callable[..., Ran]
 
 
-def _second_run(broken: Callable[[Run, Any, str, Any, Any], selftest.Trace]) -> Any:
+def _second_run(broken: Callable[[Run, Any, str, Any, Any], Ran]) -> Any:
     """Breaks only the second run of each prompt, so that it is compared with a whole one."""
     run = prefill.Bench.run
     seen: set[str] = set()
 
-    def patched(bench: Any, name: str, prompt: Any, contents: Any = None) -> selftest.Trace:
+    def patched(bench: Any, name: str, prompt: Any, contents: Any = None) -> Ran:
         if contents is None or name not in seen:
             seen.add(name)
             return run(bench, name, prompt, contents)
@@ -116,7 +117,7 @@ def _second_run(broken: Callable[[Run, Any, str, Any, Any], selftest.Trace]) -> 
 def batched_prefill(worker: Any) -> Any:
     """Another prompt shares the step, as under a scheduler without isolation."""
 
-    def broken(run: Run, bench: Any, name: str, prompt: Any, contents: Any) -> selftest.Trace:
+    def broken(run: Run, bench: Any, name: str, prompt: Any, contents: Any) -> Ran:
         stepper, count = bench._stepper, min(16, bench._chunk - len(prompt) % bench._chunk)
         step = stepper.step
         other = selftest.TestSequence(
@@ -140,7 +141,7 @@ def batched_prefill(worker: Any) -> Any:
 def moving_chunks(worker: Any) -> Any:
     """Chunk boundaries depend on something else than the prompt's own length."""
 
-    def broken(run: Run, bench: Any, *args: Any) -> selftest.Trace:
+    def broken(run: Run, bench: Any, *args: Any) -> Ran:
         with mock.patch.object(bench, "_chunk", bench._chunk // 2):
             return run(bench, *args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,72 @@ _calls: list[int] = []
 def test_what_leaks_into_a_prompt_is_found(module: ModuleType, leak: str, stage: str) -> None:
     found = module.certify(FakeStepper(flaw=FLAWS[leak], stage=stage), 64, (), None)
     assert "a prompt of 1 tokens differs" in found
+
+
+LENGTHS = (1, 32, 33, 63, 64, 65)
+"""What is tested with a chunk of 64 tokens."""
+OTHER = "another prompt"
+MANY, FEW = 200, 21
+"""Numbers of KV blocks. With few, three groups of prompts run one after the other."""
+BLOCKS = pytest.mark.parametrize("blocks", [MANY, FEW], ids=["many", "few"])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "groups"),
+    [(MANY, [LENGTHS]), (FEW, [LENGTHS[:3], LENGTHS[3:5], LENGTHS[5:]])],
+    ids=["many", "few"],
+)
+def test_all_prompts_whose_kv_has_room_share_the_other_prompt(
+    module: ModuleType, blocks: int, groups: Sequence[Sequence[int]]
+) -> None:
+    stepper = FakeStepper(num_blocks=blocks)
+    assert module.certify(stepper, 64, (), None) == ""
+    expected = list[str]()
+    for names in ([f"a prompt of {length} tokens" for length in group] for group in groups):
+        expected += [*names, OTHER, *reversed(names)]
+    steps = [name for step in stepper.steps for name in step]
+    assert [name for name, _ in itertools.groupby(steps)] == expected
+    assert steps.count(OTHER) == 2 * len(groups), "it is a token longer than a chunk, as the longest prompt is"
+
+
+@BLOCKS
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_kv_blocks_of_each_length_are_compared(module: ModuleType, length: int, blocks: int) -> None:
+    def flaw(row: int, batch: list[Any], sequence: Any) -> Any:
+        return sequence.blocks[0] if len(sequence.prompt) == length else None
+
+    found = module.certify(FakeStepper(flaw=flaw, num_blocks=blocks), 64, (), None)
+    assert f"a prompt of {length} tokens differs" in found
+
+
+def left_by_others(leak: str, length: int) -> Flaw:
+    """Return a flaw by which what ran before leaks into prompts of this length alone."""
+    ran: list[tuple[int, ...]] = [()]
+    places: list[int] = []  # The tokens of the last prompt that was as long, at each place.
+
+    def flaw(row: int, batch: list[Any], sequence: Any) -> Any:
+        end = len(sequence.prompt)
+        found = {"the last one": ran[-1], "the longest": max(map(len, ran)), "behind its end": tuple(places[end:])}
+        places[:end] = sequence.prompt
+        if sequence.computed + 64 >= end:
+            ran.append(sequence.prompt)
+        return found[leak] if end == length else None
+
+    return flaw
+
+
+@BLOCKS
+@pytest.mark.parametrize(
+    ("leak", "lengths"),
+    # Nothing is as long as the longest prompt, and what an earlier group had beside it stays the longest.
+    [("the last one", LENGTHS), ("behind its end", LENGTHS[:-1]), ("the longest", LENGTHS[:3])],
+)
+def test_what_other_prompts_leave_behind_is_found_at_each_length(
+    module: ModuleType, leak: str, lengths: Sequence[int], blocks: int
+) -> None:
+    for length in lengths:
+        found = module.certify(FakeStepper(flaw=left_by_others(leak, length), num_blocks=blocks), 64, (), None)
+        assert f"a prompt of {length} tokens differs" in found
 
 
 # The freedoms.
