@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE as LM_HEAD_PADS_TO
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
@@ -50,8 +53,20 @@ class FixedShapeWorker(NodeWorker):
 
     sizes: Sequence[int]
     """The numbers of rows that steps may have, ascending."""
+    _compiled: Future[None]
+    """On a GPU: done when Triton has compiled what `compile_draws` names."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        if not current_platform.is_cpu():
+            config = self.model_config
+            self._compiled = ThreadPoolExecutor(1).submit(
+                compile_draws, config.get_vocab_size(), config.head_dtype, self.device
+            )
+        super().load_model(**kwargs)
 
     def compile_or_warm_up_model(self) -> Any:
+        if not current_platform.is_cpu():
+            self._compiled.result()  # It lasts no longer than if it had begun here.
         times = super().compile_or_warm_up_model()
         fix_shapes = fix_shapes_v1 if current_platform.is_cpu() else fix_shapes_v2
         fix_shapes(self.model_runner, self.rows_of)
@@ -157,6 +172,25 @@ def sampling_style(number: int) -> SamplingParams:
     ]
     style = styles[number % len(styles)]
     return SamplingParams(seed=number, max_tokens=64, ignore_eos=True, detokenize=False, **style)
+
+
+def compile_draws(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Let Triton compile what draws and scores, but for what vLLM's warm-up runs: its filters, and our kernels.
+
+    Triton compiles a kernel where it is first called, one after the other, and these take half a minute on a busy host.
+    In a thread they take none of a start's time, since weights are read and torch compiles the model meanwhile. Logits
+    have the types, the alignment and a number of rows of those of a step (`sampled_rows`).
+    """
+    from corun.node.vllm import logprob_kernels as kernels  # noqa: PLC0415  # There may be no Triton without a GPU.
+
+    torch.accelerator.set_device_index(device)
+    rows, width = sampled_rows(1), -(-vocab // LM_HEAD_PADS_TO) * LM_HEAD_PADS_TO
+    logits = torch.zeros((rows, width), dtype=dtype, device=device)[:, :vocab]
+    k = torch.ones(rows, dtype=torch.int32, device=device)
+    p = torch.ones(rows, dtype=torch.float32, device=device)
+    for filters in ((None, p), (k, None), (k, p)):
+        apply_top_k_top_p(logits, *filters)
+    kernels.log_probabilities(logits, torch.zeros(rows, dtype=torch.int64, device=device))
 
 
 def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:

@@ -295,6 +295,19 @@ def test_requests_draw_and_score_as_alone_in_any_company() -> None:
         assert dict(zip(order, found_together, strict=True)) == alone
 
 
+def test_a_start_compiles_each_filter_that_requests_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the alignment of a step's logits, which Triton compiles by: these are part of wider rows."""
+    compiled = set[tuple[Any, ...]]()
+
+    def note(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> None:
+        compiled.add((*logits.shape, logits.stride(0) % 16, k is not None, p is not None))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(worker, "apply_top_k_top_p", note)
+    worker.compile_draws(VOCAB, torch.float32, torch.device("cpu"))
+    assert compiled == {(16, VOCAB, 0, *asked) for asked in ((True, False), (False, True), (True, True))}
+
+
 def asks(style: str, count: int) -> Any:
     made = params(style)
     made.extra_args = {"kv_transfer_params": {"corun_tops": count}}

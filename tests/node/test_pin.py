@@ -109,8 +109,20 @@ def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
         free(NCCL_CONF_DIR=str(tmp_path))
 
 
-def test_what_torch_sets_while_it_compiles_is_no_fact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A node that finds its kernels in a cache must not differ from one that compiles them."""
+def test_one_ptxas_makes_all_kernels_and_is_no_fact_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch's version says which one it is. A node must not differ from its worker, which sets the variable."""
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # It is put back after this test, whoever sets it.
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    pin.use_ptxas_of_torch(tmp_path)
+    assert "TRITON_PTXAS_PATH" not in os.environ  # This torch has none.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ptxas").touch()
+    pin.use_ptxas_of_torch(tmp_path)
+    assert os.environ["TRITON_PTXAS_PATH"] == str(tmp_path / "bin" / "ptxas")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/chosen/ptxas")
+    pin.use_ptxas_of_torch(tmp_path)
+    assert os.environ["TRITON_PTXAS_PATH"] == "/chosen/ptxas"
+
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     assert free(TRITON_PTXAS_PATH=str(tmp_path)) == ()
     (tmp_path / "ptxas").write_text("x")

@@ -178,9 +178,8 @@ HARMLESS = (
     # set by vLLM and torch in GPU workers (utils/jit_monitor.py, torch/_inductor/cpp_builder.py)
     *("TRITON_PRINT_AUTOTUNING", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
 )
-SET_LATE = ("TRITON_PTXAS_PATH",)
-"""The variables that torch sets to its own value in a worker that compiles, but not in a worker that finds all kernels
-in a cache. They count only if they were set before (torch/_inductor/runtime/compile_tasks.py)."""
+PTXAS = "TRITON_PTXAS_PATH"
+"""The variable that a GPU's worker sets itself (`use_ptxas_of_torch`). It counts only if the user set it before."""
 
 _pinned: dict[str, str] = {}
 
@@ -193,6 +192,17 @@ def pin(settings: Mapping[str, str]) -> None:
         if found != value:
             raise InvalidArgumentError(f"environment variable {name}", found, f"must be unset or {value!r}")
         _pinned[name] = value
+
+
+def use_ptxas_of_torch(installed: Path) -> None:
+    """Let Triton make all kernels with torch's ptxas, not with its own, unless the user has chosen one.
+
+    Torch does the same in a process that compiles, but not in one that finds its kernels in a cache
+    (torch/_inductor/runtime/compile_tasks.py). So caches, and the moment, would decide which of two versions makes a
+    kernel. Call this before Triton compiles anything. installed: the directory of torch's package.
+    """
+    if (found := installed / "bin" / "ptxas").is_file():
+        os.environ.setdefault(PTXAS, str(found))
 
 
 def own_gpus_first(visible: str, devices: int) -> str:
@@ -250,7 +260,7 @@ def _may_move_a_bit(name: str) -> bool:
 def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables that are not pinned but enter the contract: "NAME=value", in the order of the names. Raises
     InvalidArgumentError if one must be unset, or if its path is no file: no contract can cover a directory."""
-    late = {name for name in SET_LATE if name not in os.environ}
+    late = {PTXAS} - set(os.environ)
     names = sorted(name for name in variables if _may_move_a_bit(name) and name not in {*_pinned, *late})
     free = {name: variables[name] for name in names}
     if unfit := next((name for name in MUST_BE_UNSET if name in free), None):

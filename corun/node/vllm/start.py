@@ -434,8 +434,8 @@ def deciding_facts(
     not to be kept. On a CPU, where hardly any freedom holds, tests are short and nothing is kept.
 
     A start that compiles must find what the next one does. It leaves some hundred blocks less to KV, so only the order
-    of magnitude counts. And torch sets variables in its workers (`pin.SET_LATE`). So variables count by the contract,
-    which has all that may change a bit, but for those: by it, the two starts give the same bits.
+    of magnitude counts. And a worker sets a variable itself (`pin.PTXAS`). So variables count by the contract, which
+    has all that may change a bit, but for that one: by it, the two starts give the same bits.
     """
     if not (config.keep_certificates and contract.model.cuda):
         return None

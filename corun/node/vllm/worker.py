@@ -78,6 +78,8 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         if current_platform.is_cpu():
             busy_wait.nap_instead()
             busy_wait.poll_with_timeout()
+        else:
+            pin.use_ptxas_of_torch(Path(torch.__file__).parent)
         if self.parallel_config.world_size == 1:
             # torch's TCPStore listens on every interface, whatever address it is given. A single rank needs no network.
             self.distributed_init_method = f"file:///proc/self/fd/{os.memfd_create('rendezvous')}"
