@@ -177,9 +177,9 @@ def sampling_style(number: int) -> SamplingParams:
 def compile_draws(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """Let Triton compile what draws and scores, but for what vLLM's warm-up runs: its filters, and our kernels.
 
-    Triton compiles a kernel where it is first called, one after the other, and these take half a minute on a busy host.
-    In a thread they take none of a start's time, since weights are read and torch compiles the model meanwhile. Logits
-    have the types, the alignment and a number of rows of those of a step (`sampled_rows`).
+    Triton compiles a kernel where it is first called, one after the other, and these take 8 s. In a thread they take
+    none of a start's time, since weights are read and torch compiles the model meanwhile. Logits have the type, the
+    alignment and a number of rows of those of a step (`sampled_rows`).
     """
     from corun.node.vllm import logprob_kernels as kernels  # noqa: PLC0415  # There may be no Triton without a GPU.
 
