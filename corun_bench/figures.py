@@ -1,4 +1,4 @@
-"""Figures of a result: throughput, phases over time, latencies, concurrency; padding, ablation, kernels.
+"""Figures of a result: throughput, phases over time, latencies, concurrency, goodput; padding, ablation, kernels.
 
 The figures are the counterparts of those in the paper's evaluation. Each function draws data of result files, and
 returns None if they have none for its figure. One colour stands for one system in every figure. A figure's files have
@@ -34,6 +34,7 @@ from corun_bench.results import (
     Json,
     Results,
     Spread,
+    good_share,
     in_order,
     is_ablation,
     mapping,
@@ -51,6 +52,8 @@ WIDTH_IN, DPI = 8.0, 150
 GREY, BAD, GOOD = "#6b6b6b", "#b3261e", "#1a7f37"
 _FONT = "DejaVu Sans"  # That of the style.
 _THROUGHPUT = "output_throughput"
+_RATE = re.compile(r",rate=[^,]+")
+"""The part of a workload's name that its runs at other arrival rates do not share."""
 _HATCH = "////"
 """The hatch of a bar whose system's bits were seen to differ."""
 _UNPADDED = (STD, "bi", "colocated+ladder", "pd-std")
@@ -226,6 +229,33 @@ def scaling(results: Results) -> Figure | None:
         _short_numbers(ax.yaxis)
     figure.supxlabel("requests in flight", fontsize=9)
     figure.supylabel("output throughput\n(tokens/s)", fontsize=9)
+    _legend(figure, handles)
+    return figure
+
+
+def goodput(results: Results) -> Figure | None:
+    """Draw the share of good requests against the arrival rate, for workloads that ran at several rates."""
+    curves: dict[str, dict[str, dict[float, Spread]]] = {}
+    for workload, name in itertools.product(results.workloads, _serving(results)):
+        runs = results.runs_of(workload, name)
+        rate = median_of(runs, "request_rate")
+        if rate and (found := good_share(runs)):
+            lines = curves.setdefault(_RATE.sub("", workload), {})
+            lines.setdefault(name, {})[rate] = found
+    rates = {workload: sorted({*itertools.chain(*lines.values())}) for workload, lines in curves.items()}
+    rates = {workload: values for workload, values in rates.items() if len(values) > 1}
+    if not rates:
+        return None
+    figure, axes = _panels(len(rates), columns=2, height_in=2.3)
+    known, handles = looks(results.names), dict[str, Artist]()
+    for ax, (workload, values) in zip(axes, rates.items(), strict=True):
+        for name, cells in curves[workload].items():
+            if line := _spread_line(ax, {rate: cells.get(rate) for rate in values}, known[name]):
+                handles[_with_gpus(results, name)] = line
+        ax.set(xlim=(0, None), ylim=(0, 1.05), title=wrap(workload, 40))
+        _short_numbers(ax.xaxis)
+    figure.supxlabel("requests a second", fontsize=9)
+    figure.supylabel("share of good requests", fontsize=9)
     _legend(figure, handles)
     return figure
 
@@ -442,6 +472,7 @@ _FIGURES: dict[str, Callable[..., Figure | None]] = {
     "ttft": partial(latencies, key="ttfts", words="time to first token"),
     "tpot": partial(latencies, key="tpots", words="time per output token"),
     "scaling": scaling,
+    "goodput": goodput,
     "padding": padding,
     "ablation": ablation,
     "kernels": kernels,

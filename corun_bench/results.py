@@ -239,6 +239,16 @@ def spread_of(runs: Iterable[Json], key: str) -> Spread | None:
     return Spread.of(values) if values else None
 
 
+def good_share(runs: Iterable[Json]) -> Spread | None:
+    """Return which share of the requests kept all limits of `--goodput`; None if no repeat had limits."""
+    shares = []
+    for run in runs:
+        good_per_s, requests = number(run, "request_goodput"), whole(run, "completed") + whole(run, "failed")
+        if good_per_s is not None and requests:
+            shares.append(good_per_s * (number(run, "duration") or 0.0) / requests)
+    return Spread.of(shares) if shares else None
+
+
 def median_of(runs: Iterable[Json], key: str) -> float | None:
     """Return the median of one metric over repeats; None if no repeat has it."""
     found = spread_of(runs, key)

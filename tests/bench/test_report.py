@@ -189,6 +189,23 @@ def test_odd_numbers_and_names_are_drawn() -> None:
     ]  # fmt: skip
 
 
+def test_good_requests_are_drawn_over_arrival_rates() -> None:
+    def at(system: str, rate: float, good: float | None, length: int = 8) -> dict[str, Any]:
+        name = f"in={length},out=4,rate={rate:g}"
+        return run(system, name, request_rate=rate, request_goodput=good, completed=7, failed=1)
+
+    runs = [at("std", 8, 4.0), at("std", 16, 3.0), at("std", 16, 1.0), at("pd-std", 16, 4.0)]
+    left_out = [at("std", 8, 4.0, length=9), at("std", 8, None, length=7), at("std", 16, None, length=7), run("std")]
+    figure = dict(drawn(of(*runs, *left_out)))["goodput"]
+    assert [ax.get_title() for ax in figure.axes] == ["in=8,out=4"], (
+        "One rate is no curve; without limits, none is good."
+    )
+    lines = [[list(map(float, xy)) for xy in line.get_xydata()] for line in figure.axes[0].get_lines()]
+    assert [[8.0, 1.0], [16.0, 0.5]] in lines
+    assert [[16.0, 1.0]] in lines
+    assert "goodput" not in dict(drawn(of(run("std"), *left_out)))
+
+
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     facts = {HOSTILE: HOSTILE, "nested": {HOSTILE: [HOSTILE]}}
     timeline = {"bin_s": 1.0, "prefill_tokens_per_s": [1.0], "decode_tokens_per_s": [1.0]}
