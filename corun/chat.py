@@ -75,11 +75,6 @@ class ChatTemplate:
         """Whether a chat may have tools."""
         return self._for_tools.takes_tools
 
-    @classmethod
-    def from_folder(cls, path: str | Path) -> ChatTemplate:
-        """Read the template in a model's folder. Raises the errors of `read_template` and of the constructor."""
-        return cls(read_template(path))
-
     def render(
         self,
         messages: Sequence[Message],

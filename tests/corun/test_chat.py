@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.chat import MAX_ARGUMENTS, ChatTemplate
+from corun.chat import MAX_ARGUMENTS, ChatTemplate, read_template
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.types import SpecialToken, TemplateSource
 
@@ -218,21 +218,21 @@ def write(folder: Path, name: str, content: Any) -> None:
 
 def test_a_folder_has_a_template_in_one_of_its_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="must have a chat template"):
-        ChatTemplate.from_folder(tmp_path)
+        ChatTemplate(read_template(tmp_path))
     write(tmp_path, "special_tokens_map.json", {"bos_token": "<old>", "pad_token": "<pad>"})
     named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     write(tmp_path, "tokenizer_config.json", {"chat_template": named})
-    template = ChatTemplate.from_folder(tmp_path)
+    template = ChatTemplate(read_template(tmp_path))
     assert template.render([USER]) == "list"
     assert template.render([USER], tools=[TOOL, TOOL]) == "2 tools"
     tokens = {"bos_token": {"content": "<s>"}, "eos_token": None, "extra_special_tokens": {"image_token": "<i>"}}
     source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}"
     write(tmp_path, "tokenizer_config.json", {"chat_template": source, **tokens})
-    assert ChatTemplate.from_folder(tmp_path).render([USER]) == "<s><pad><i>"
+    assert ChatTemplate(read_template(tmp_path)).render([USER]) == "<s><pad><i>"
     write(tmp_path, "chat_template.jinja", "file {{ bos_token }}")
     write(tmp_path, "additional_chat_templates/tool_use.jinja", "{{ tools | length }} in a file")
-    assert ChatTemplate.from_folder(tmp_path).render([USER]) == "file <s>"
-    assert ChatTemplate.from_folder(tmp_path).render([USER], tools=[TOOL]) == "1 in a file"
+    assert ChatTemplate(read_template(tmp_path)).render([USER]) == "file <s>"
+    assert ChatTemplate(read_template(tmp_path)).render([USER], tools=[TOOL]) == "1 in a file"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_folder_has_a_template_in_one_of_its_files(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: Any) -> None:
     write(tmp_path, name, content)
     with pytest.raises(UnavailableError, match="cannot be"):
-        ChatTemplate.from_folder(tmp_path)
+        ChatTemplate(read_template(tmp_path))
 
 
 def test_no_engine_is_loaded() -> None:

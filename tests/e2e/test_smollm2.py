@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from corun import Client, Generation, SamplingParams, UnavailableError
-from corun.chat import ChatTemplate
+from corun.chat import ChatTemplate, read_template
 from corun.models import files, smollm2, tiny
 from tests.e2e.conftest import SLOTS, Cluster, started
 
@@ -53,7 +53,7 @@ def test_the_conversion_gives_the_same_bytes_everywhere(model: Path) -> None:
 
 def test_a_chat_begins_with_the_tokens_that_the_model_has_learned(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    text = ChatTemplate.from_folder(model).render([{"role": "user", "content": "Hi"}])
+    text = ChatTemplate(read_template(model)).render([{"role": "user", "content": "Hi"}])
     ids = tokenizer.encode(text).ids
     assert ids[: len(OPENING)] == OPENING
     assert ids[len(OPENING) :][:4] == [2, 198, 1, 4093]

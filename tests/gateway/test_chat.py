@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.chat import ChatTemplate
+from corun.chat import ChatTemplate, read_template
 from corun.client.client import AsyncClient
 from corun.gateway.chats import _FIXED_OF_CHATS, Chat
 from corun.params import SamplingParams, sample_seed
@@ -31,7 +31,7 @@ IDS = {"return_token_ids": True, "logprobs": True}
 
 def tokens(model: str, messages: Any = MESSAGES, **kwargs: Any) -> tuple[int, ...]:
     """The prompt of a chat, made without a gateway."""
-    text = ChatTemplate.from_folder(model).render(messages, **kwargs)
+    text = ChatTemplate(read_template(model)).render(messages, **kwargs)
     return Tokenizer.load(model).encode(text, special=False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corun.chat import ChatTemplate
+from corun.chat import ChatTemplate, read_template
 from corun.errors import InvalidArgumentError
 from corun.gateway.response_requests import named, read_response_request
 from corun.testing.engines import expected
@@ -179,7 +179,7 @@ async def test_openais_own_client_gets_responses(chat_model: str) -> None:
         _, chat, _ = await http.post({"messages": messages, "max_tokens": 8, "seed": 3}, "/v1/chat/completions")
     assert whole.output_text == chat["choices"][0]["message"]["content"]
     assert (whole.status, whole.incomplete_details.reason, whole.store) == ("incomplete", "max_output_tokens", False)
-    prompt = Tokenizer.load(chat_model).encode(ChatTemplate.from_folder(chat_model).render(messages), special=False)
+    prompt = Tokenizer.load(chat_model).encode(ChatTemplate(read_template(chat_model)).render(messages), special=False)
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (len(prompt), 8)
     ids = expected(prompt, read(max_output_tokens=8).chat.asked.params, 3)[0]
     assert whole.corun["receipt"]["num_output_tokens"] == len(ids)

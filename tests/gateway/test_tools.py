@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.chat import ChatTemplate
+from corun.chat import ChatTemplate, read_template
 from corun.errors import InvalidArgumentError
 from corun.gateway.chats import call_style, read_chat_request
 from corun.params import SamplingParams
@@ -246,4 +246,4 @@ async def test_openais_own_client_calls_tools(tool_model: str, said: list[str]) 
 
 
 def test_the_models_folder_is_as_the_tests_say(tool_model: str) -> None:
-    assert call_style(ChatTemplate.from_folder(Path(tool_model))) is not None
+    assert call_style(ChatTemplate(read_template(Path(tool_model)))) is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corun.chat import ChatTemplate
+from corun.chat import ChatTemplate, read_template
 from corun.client.client import AsyncClient
 from corun.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
 from corun.params import SamplingParams
@@ -66,7 +66,7 @@ async def test_a_client_renders_chats_with_the_models_template(chat_model: str) 
         source = await client.get_chat_template()
     assert source.source == CHAT_TEMPLATE
     messages = [{"role": "user", "content": "a"}]
-    assert ChatTemplate(source).render(messages) == ChatTemplate.from_folder(chat_model).render(messages)
+    assert ChatTemplate(source).render(messages) == ChatTemplate(read_template(chat_model)).render(messages)
     assert ChatTemplate(source).render(messages).startswith("<s><|im_start|>user\na<|im_end|>")
 
 
