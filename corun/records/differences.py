@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from corun.records.reproduction import Drawn
+from corun.records.reproduction import logprob_bits
 
 
 def parting(first: tuple[Sequence[int], Sequence[float]], second: tuple[Sequence[int], Sequence[float]]) -> str:
@@ -24,5 +24,5 @@ def parting(first: tuple[Sequence[int], Sequence[float]], second: tuple[Sequence
 def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], with_logprobs: bool) -> list[str]:
     if not with_logprobs:
         return list(map(str, token_ids))
-    drawn = (Drawn.of(*pair) for pair in zip(token_ids, logprobs, strict=True))
-    return [f"{one.token_id} (logprob {one.logprob_bits})" for one in drawn]
+    drawn = zip(token_ids, logprobs, strict=True)
+    return [f"{token_id} (logprob {logprob_bits(logprob)})" for token_id, logprob in drawn]

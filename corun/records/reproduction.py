@@ -10,7 +10,7 @@ import os
 import secrets
 import struct
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,71 +22,59 @@ from corun.records.rows import params_to_dict, read_results, to_line
 
 MAX_FILES = 100
 """The most reproduction files in a directory. If there are more, the oldest are deleted."""
-_FP32 = struct.Struct(">f")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """A token as a node drew it."""
-
-    token_id: int
-    logprob_bits: str
-    """The fp32 log probability as 8 hex digits, sign bit first."""
-
-    @classmethod
-    def of(cls, token_id: int, logprob: float) -> Drawn:
-        return cls(token_id=token_id, logprob_bits=_FP32.pack(logprob).hex())
+def logprob_bits(logprob: float) -> str:
+    """Return an fp32 log probability as 8 hex digits, sign bit first."""
+    return struct.pack(">f", logprob).hex()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reproduction:
-    """One sample, what its two runs gave, and where they ran."""
+def reproduction_row(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    runs: tuple[Receipt, Receipt],
+    differs_at: int,
+    drawn: tuple[tuple[int, float] | None, tuple[int, float] | None],
+    same_nodes: Sequence[str],
+) -> dict[str, Any]:
+    """Return one sample, what its two runs gave, and where they ran: a result row that also has `audit`.
 
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    first: Receipt
-    """The receipt of the run that the client got."""
-    audit: Receipt
-    """The receipt of the run that was compared with it. Its output continues after the difference."""
-    differs_at: int
-    """The index, from 0, of the first token that differs."""
-    first_token: Drawn | None
-    """The first run's token at that index. None: the run had ended before it."""
-    audit_token: Drawn | None
-    """The audit's token at that index. None: the run had ended before it."""
-    same_nodes: tuple[str, ...]
-    """The ids of the nodes that both runs used."""
-    time: str
-    """The time when the difference was found; ISO 8601, UTC."""
+    Of a pair, the first belongs to the run that the client got and the second to the audit. The audit's output
+    continues after the difference.
 
-    def to_row(self) -> dict[str, Any]:
-        """Return plain values for JSON: a result row that also has `audit`."""
-        return {
-            "id": f"{self.first.request_id}[{self.first.sample_index}]",
-            "prompt": list(self.prompt_token_ids),
-            "params": params_to_dict(self.params),
-            "seed": self.first.seed,
-            "receipt": self.first.to_dict(),
-            "audit": {
-                "receipt": self.audit.to_dict(),
-                "differs_at": self.differs_at,
-                "first_token": self.first_token and asdict(self.first_token),
-                "audit_token": self.audit_token and asdict(self.audit_token),
-                "same_nodes": list(self.same_nodes),
-                "fingerprint": self.first.fingerprint,
-                "time": self.time,
-            },
-        }
+    Args:
+        differs_at: the index, from 0, of the first token that differs.
+        drawn: each run's token at that index, with its log probability. None: the run had ended before it.
+        same_nodes: the ids of the nodes that both runs used.
+    """
+    first, audit = runs
+    tokens = [one and {"token_id": one[0], "logprob_bits": logprob_bits(one[1])} for one in drawn]
+    return {
+        "id": f"{first.request_id}[{first.sample_index}]",
+        "prompt": list(prompt_token_ids),
+        "params": params_to_dict(params),
+        "seed": first.seed,
+        "receipt": first.to_dict(),
+        "audit": {
+            "receipt": audit.to_dict(),
+            "differs_at": differs_at,
+            "first_token": tokens[0],
+            "audit_token": tokens[1],
+            "same_nodes": list(same_nodes),
+            "fingerprint": first.fingerprint,
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        },
+    }
 
 
-def write_reproduction(directory: Path, reproduction: Reproduction) -> Path:
+def write_reproduction(directory: Path, row: Mapping[str, Any]) -> Path:
     """Write a reproduction file, whole or not at all, and return its path. Names sort by time. Only the files' owner
     may read them, because they hold prompts. Raises OSError if the file cannot be written."""
     path = directory / f"audit-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(4)}.json"
     handle, new = tempfile.mkstemp(prefix=".audit-", dir=directory)  # The file gets mode 0600.
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(to_line(reproduction.to_row()) + "\n")
+            file.write(to_line(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
         Path(new).replace(path)

@@ -11,13 +11,15 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
-from corun.records.reproduction import Drawn, Reproduction, write_reproduction
+from corun.receipt import Receipt
+from corun.records.reproduction import reproduction_row, write_reproduction
 from corun.types import NO_ALTERNATIVES, Alternatives, AuditStatus, FinishReason
 from router.attempt import Attempt, NodeFaultError, SampleTask, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
@@ -191,42 +193,35 @@ class Auditor:
             log.debug("%s gave the same bits; nodes used again: %s", audit, same_nodes)
             return
         first = audit.finished.receipt
-        found = Reproduction(
-            prompt_token_ids=attempt.task.prompt_token_ids,
-            params=attempt.task.params,
-            first=first,
-            audit=receipt_of(attempt.task, first.fingerprint, output, attempt.placement, reason),
-            differs_at=differs_at,
-            first_token=_drawn(audit.finished.records, differs_at),
-            audit_token=_drawn(output.records, differs_at),
-            same_nodes=same_nodes,
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
+        again = receipt_of(attempt.task, first.fingerprint, output, attempt.placement, reason)
+        drawn = _drawn(audit.finished.records, differs_at), _drawn(output.records, differs_at)
+        task = attempt.task
+        row = reproduction_row(task.prompt_token_ids, task.params, (first, again), differs_at, drawn, same_nodes)
         self._counts["mismatched"] += 1
-        self._accuse(audit, found)
+        self._accuse(audit, again, row)
 
-    def _accuse(self, audit: Audit, found: Reproduction) -> None:
+    def _accuse(self, audit: Audit, second: Receipt, row: Mapping[str, Any]) -> None:
         """Quarantine the nodes of both runs until they have restarted, because one run was wrong and nothing shows
-        which. Keep a reproduction file."""
-        first, second = found.first, found.audit
+        which. Keep a reproduction file. second: the audit's receipt."""
+        first, found = audit.finished.receipt, row["audit"]
         self._last_mismatch = (
-            f"{found.time}: {audit.finished.task} differs at token {found.differs_at}: {first.prefill_node} and "
+            f"{found['time']}: {audit.finished.task} differs at token {found['differs_at']}: {first.prefill_node} and "
             f"{first.decode_node} first, {second.prefill_node} and {second.decode_node} then"
         )
         log.error("audit: %s", self._last_mismatch)
         nodes = first.prefill_node, first.decode_node, second.prefill_node, second.decode_node
         self._registry.quarantine(nodes, str(audit))
         if self._config.audit_dir:
-            task = asyncio.ensure_future(self._write(found))
+            task = asyncio.ensure_future(self._write(first.request_id, row))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
 
-    async def _write(self, found: Reproduction) -> None:
+    async def _write(self, request_id: str, row: Mapping[str, Any]) -> None:
         """Write a reproduction file in a thread. Errors of the file system are logged."""
         try:
-            path = await asyncio.to_thread(write_reproduction, Path(self._config.audit_dir), found)
+            path = await asyncio.to_thread(write_reproduction, Path(self._config.audit_dir), row)
         except OSError as error:
-            log.error("no reproduction of %s could be written: %s", found.first.request_id, error)
+            log.error("no reproduction of %s could be written: %s", request_id, error)
         else:
             log.error("run it again: corun verify --reproduction %s", path)
 
@@ -242,6 +237,6 @@ def _record(records: bytes | bytearray, position: int) -> bytes | bytearray:
     return records[position * RECORD.size : (position + 1) * RECORD.size]
 
 
-def _drawn(records: bytes | bytearray, position: int) -> Drawn | None:
+def _drawn(records: bytes | bytearray, position: int) -> tuple[int, float] | None:
     record = _record(records, position)
-    return Drawn.of(*RECORD.unpack(record)) if record else None
+    return RECORD.unpack(record) if record else None
