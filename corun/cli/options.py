@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from corun.client.client import AsyncClient, Client
-from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
-from corun.config.fields import TlsConfig
+from corun.client.routers import CallerOptions
 from corun.params import SamplingParams
 from corun.rpc.auth import read_token
 
@@ -32,41 +31,21 @@ OptionalPath = Annotated[Path | None, unset(Path, "[PATH]")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions:
+class RouterOptions(CallerOptions):
     """Which router to call."""
 
-    router: str = DEFAULT_ADDRESS
-    """host:port of the router; several routers of one cluster, with commas in between, are tried in turn."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    """Longest time for one call, in seconds."""
-    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S
-    """Longest wait for the router to be reachable, in seconds."""
-    tls_ca: str = ""
-    """PEM file of the authorities that sign the router's certificate; turns TLS on."""
-    tls_cert: str = ""
-    """PEM file of your certificate, for a router that wants one."""
-    tls_key: str = ""
-    """PEM file of its private key."""
-    tls_name: str = ""
-    """Name that the router's certificate carries, if it is not the router's address."""
     token_file: str = ""
     """File of your token; by default the one that the environment variable CORUN_TOKEN_FILE names."""
 
     def client(self) -> Client:
-        return Client(self.router, **self._arguments())
+        return Client(**self.arguments(self._token()))
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.router, **self._arguments())
+        return AsyncClient(**self.arguments(self._token()))
 
-    def _arguments(self) -> dict[str, Any]:
-        files = {"ca": self.tls_ca, "cert": self.tls_cert, "key": self.tls_key, "name": self.tls_name}
+    def _token(self) -> str:
         path = self.token_file or os.environ.get(TOKEN_FILE_VARIABLE, "")
-        return {
-            "timeout_s": self.timeout_s,
-            "connect_timeout_s": self.connect_timeout_s,
-            "tls": TlsConfig(**files) if any(files.values()) else None,
-            "token": read_token("token_file", path) if path else "",
-        }
+        return read_token("token_file", path) if path else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,7 @@ from corun.client.loop_thread import LoopThread
 from corun.client.outputs import Outputs
 from corun.client.progress import ProgressBar
 from corun.client.request import (
-    DEFAULT_ADDRESS,
     DEFAULT_CONCURRENCY,
-    DEFAULT_CONNECT_TIMEOUT_S,
-    DEFAULT_TIMEOUT_S,
     PreparedRequest,
     Resumption,
     at_index,
@@ -39,7 +36,16 @@ from corun.client.request import (
     read_priority,
     retry_delay_s,
 )
-from corun.client.routers import Deadline, RouterLink, Routers, check_timeout, read_addresses
+from corun.client.routers import (
+    DEFAULT_ADDRESS,
+    DEFAULT_CONNECT_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    RouterLink,
+    Routers,
+    check_timeout,
+    read_addresses,
+)
 from corun.completion import Chunk, Generation, Prompt, Scores
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, OverloadedError

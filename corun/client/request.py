@@ -37,11 +37,6 @@ from corun.rpc import codec
 from corun.types import Priority, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 
-DEFAULT_ADDRESS = "localhost:50051"
-DEFAULT_TIMEOUT_S = 600.0
-"""The deadline of one prompt in seconds, from the call to its last token."""
-DEFAULT_CONNECT_TIMEOUT_S = 20.0
-"""The number of seconds that a router has to become reachable. They are part of a call's deadline."""
 DEFAULT_CONCURRENCY = 256
 """The number of prompts in flight at once: as many as one decode node has slots."""
 

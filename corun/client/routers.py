@@ -11,12 +11,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import grpc
 
-from corun.config.fields import check_address
+from corun.config.fields import TlsConfig, check_address, checked
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
@@ -29,6 +30,11 @@ from corun.rpc.channel import Access, Channel, channel
 
 Tracked = TypeVar("Tracked", bound=Any)
 
+DEFAULT_ADDRESS = "localhost:50051"
+DEFAULT_TIMEOUT_S = 600.0
+"""The deadline of one prompt in seconds, from the call to its last token."""
+DEFAULT_CONNECT_TIMEOUT_S = 20.0
+"""The number of seconds that a router has to become reachable. They are part of a call's deadline."""
 NOTICE_S = 1.0
 """The number of seconds that a client waits for a router before it logs a warning."""
 MIN_RETRY_S = 0.05
@@ -200,3 +206,34 @@ def typed_error(error: grpc.RpcError, address: str) -> CorunError:
 def check_timeout(field: str, seconds: float) -> None:
     if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
         raise InvalidArgumentError(field, seconds, "must be finite and above 0")
+
+
+TIMEOUT = checked(check_timeout)
+"""The metadata of a setting that is a timeout."""
+
+
+@dataclass(frozen=True, kw_only=True)  # Without slots, so that a class with slots can have these options, too.
+class CallerOptions:
+    """How a process that is no member of a cluster calls its routers."""
+
+    router: str = DEFAULT_ADDRESS
+    """host:port of the router; several routers of one cluster, with commas in between, are tried in turn."""
+    timeout_s: float = field(default=DEFAULT_TIMEOUT_S, metadata=TIMEOUT)
+    """Longest time for one call, in seconds."""
+    connect_timeout_s: float = field(default=DEFAULT_CONNECT_TIMEOUT_S, metadata=TIMEOUT)
+    """Longest wait for a router to be reachable, in seconds."""
+    tls_ca: str = ""
+    """PEM file of the authorities that sign the router's certificate; turns TLS on for the router."""
+    tls_cert: str = ""
+    """PEM file of the caller's certificate, for a router that wants one."""
+    tls_key: str = ""
+    """PEM file of its private key."""
+    tls_name: str = ""
+    """Name that the router's certificate carries, if it is not the router's address."""
+
+    def arguments(self, token: str) -> dict[str, Any]:
+        """Return the arguments of a client that shows `token`. Raises InvalidArgumentError for an unfit file."""
+        files = {"ca": self.tls_ca, "cert": self.tls_cert, "key": self.tls_key, "name": self.tls_name}
+        tls = TlsConfig(**files) if any(files.values()) else None
+        times = {"timeout_s": self.timeout_s, "connect_timeout_s": self.connect_timeout_s}
+        return {"address": self.router, "tls": tls, "token": token, **times}

@@ -117,7 +117,7 @@ class Gateway:
         except OSError as error:
             limit = f"cannot be listened on at {config.host}: {error.strerror or error}"
             raise InvalidArgumentError("port", config.port, limit) from error
-        log.info("the gateway listens on %s and calls %s", self.url, ", ".join(config.addresses))
+        log.info("the gateway listens on %s and calls %s", self.url, config.router)
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the running ones, at most `drain_grace_s` seconds."""

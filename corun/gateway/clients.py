@@ -51,7 +51,8 @@ class Clients:
             self._kept[token] = {}
         self._kept.move_to_end(token)
         running = self._kept[token]
-        client = next((each for each, count in running.items() if count < MAX_CALLS), None) or self._make(token)
+        client = next((each for each, count in running.items() if count < MAX_CALLS), None)
+        client = client or AsyncClient(**self._config.arguments(token))
         running[client] = running.get(client, 0) + calls
         try:
             yield client
@@ -68,16 +69,6 @@ class Clients:
         for token in list(self._kept):
             self._drop(token)
         await asyncio.gather(*self._closing)
-
-    def _make(self, token: str) -> AsyncClient:
-        config = self._config
-        return AsyncClient(
-            config.addresses,
-            timeout_s=config.timeout_s,
-            connect_timeout_s=config.connect_timeout_s,
-            tls=config.tls,
-            token=token,
-        )
 
     def _drop_one(self) -> None:
         idle = next((token for token, running in self._kept.items() if not any(running.values())), None)

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
-from corun.client.routers import check_timeout, read_addresses
-from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, HttpConfig, TlsConfig, checked, integer
+from corun.client.routers import TIMEOUT, CallerOptions, read_addresses
+from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, HttpConfig, integer
 from corun.rpc.auth import read_token
-
-_TIMEOUT = checked(check_timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig(HttpConfig):
+class GatewayConfig(HttpConfig, CallerOptions):
     """A gateway: where it listens, which cluster it calls, and how much it takes."""
 
     reuse_port: bool = False
     """Share the port with other gateways on this machine: each process takes some of the connections."""
     insecure: bool = False
     """Serve on a public address without TLS."""
-    router: str = DEFAULT_ADDRESS
-    """host:port of the router; several routers of one cluster, with commas in between, are tried in turn."""
-    timeout_s: float = field(default=DEFAULT_TIMEOUT_S, metadata=_TIMEOUT)
-    """Longest time for one request, in seconds."""
-    connect_timeout_s: float = field(default=DEFAULT_CONNECT_TIMEOUT_S, metadata=_TIMEOUT)
-    """Longest wait for a router to be reachable, in seconds."""
-    tls_ca: str = ""
-    """PEM file of the authorities that sign the router's certificate; turns TLS on for the router."""
-    tls_cert: str = ""
-    """PEM file of the gateway's certificate, for a router that wants one."""
-    tls_key: str = ""
-    """PEM file of its private key."""
-    tls_name: str = ""
-    """Name that the router's certificate carries, if it is not the router's address."""
     token_file: str = ""
     """File of a client's token for the gateway's own health checks. Requests show the token they came with, never
     this one."""
@@ -54,29 +37,18 @@ class GatewayConfig(HttpConfig):
     """Largest request, in bytes, however long the model: see docs/security.md."""
     max_bodies_bytes: int = field(default=256 * 1024 * 1024, metadata=integer(1, 2**40))
     """Bytes of all requests in progress together; more are refused with a retry delay."""
-    client_timeout_s: float = field(default=CLIENT_TIMEOUT_S, metadata=_TIMEOUT)
+    client_timeout_s: float = field(default=CLIENT_TIMEOUT_S, metadata=TIMEOUT)
     """Longest that a client may take to send its request, or to take a part of the answer, in seconds."""
-    drain_grace_s: float = field(default=30.0, metadata=_TIMEOUT)
+    drain_grace_s: float = field(default=30.0, metadata=TIMEOUT)
     """Time for running requests to end when the gateway is told to stop, in seconds."""
 
     def check_together(self) -> None:
-        _ = self.addresses  # Raises now if they are none.
+        read_addresses(self.router)  # This raises now if they are none.
         self.check_public(self.insecure)
 
     def check_files(self) -> None:
         """Raise InvalidArgumentError unless every file that this config names can be used."""
-        _ = self.https, self.tls, self.own_token()
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The host:port of each router."""
-        return read_addresses(self.router)
-
-    @property
-    def tls(self) -> TlsConfig | None:
-        """The TLS files for calls to the router; None: no TLS."""
-        files = {"ca": self.tls_ca, "cert": self.tls_cert, "key": self.tls_key, "name": self.tls_name}
-        return TlsConfig(**files) if any(files.values()) else None
+        _ = self.https, self.arguments(self.own_token())
 
     def own_token(self) -> str:
         """Read the gateway's own token; empty if there is none."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corun.client.progress import new_bar
-from corun.client.request import DEFAULT_ADDRESS
+from corun.client.routers import DEFAULT_ADDRESS
 from corun.config.cluster_file import PoolSpec
 from corun.config.fields import is_loopback
 from corun.observe.stages import LAST

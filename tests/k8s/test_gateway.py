@@ -29,14 +29,14 @@ def test_its_command_is_a_gateway_that_has_tls_on_both_sides_and_no_secret_of_ro
     config.check_files()
     assert (config.host, config.port, config.tls_name, config.token_file) == ("10.0.0.9", 8000, "corun", "")
     assert config.https is not None
-    assert config.tls is not None
+    assert config.arguments("")["tls"] is not None
     files = {path.name for path in (tmp_path / "etc/corun").rglob("*") if path.is_file()}
     assert files == {"tls.crt", "tls.key", "ca.crt"}
 
 
 def test_it_calls_the_routers_that_clients_call(tmp_path: Any) -> None:
     gateway = pod()
-    (address,) = configuration(tmp_path).addresses
+    address = configuration(tmp_path).router
     name, _, port = address.partition(":")
     spec = one(gateway.objects, "Service", name)["spec"]
     assert [str(each["port"]) for each in spec["ports"]] == [port]

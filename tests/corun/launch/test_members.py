@@ -107,7 +107,7 @@ def test_a_gateway_understands_its_command(tmp_path: Path) -> None:
     found = cli.parse(argv[3:])
     assert isinstance(found, GatewayConfig)
     found.check_files()
-    assert (found.port, found.addresses, found.insecure) == (7000, ("a:1", "b:2"), False)
+    assert (found.port, found.router, found.insecure) == (7000, "a:1,b:2", False)
     assert (found.tls_ca, found.tls_cert) == (files["tls_ca"], files["tls_cert"])
     assert found.own_token() == secrets.token("cluster")
     plain = PoolSpec(common={"model": "m"}, gateway={"host": "::", "port": 1}, security=Security(insecure=True))
