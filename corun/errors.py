@@ -32,6 +32,8 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+INTERRUPTED = 130
+"""The exit code of a command that a signal ended before it was done."""
 MAX_SHOWN_VALUE = 64
 """The most characters of a value that an error shows."""
 DEFAULT_RETRY_S = 1.0

@@ -23,7 +23,7 @@ import uvloop
 from rich.console import Console
 
 from corun.client.progress import ProgressBar
-from corun.errors import CorunError, InternalError, InvalidArgumentError
+from corun.errors import INTERRUPTED, CorunError, InternalError, InvalidArgumentError
 from corun.launch.runtime import STOP_SIGNALS
 from corun.models import resolve_model
 from corun.node.vllm.start import vllm_distribution
@@ -37,7 +37,6 @@ from corun_bench.options import RESULT, BenchOptions, output_directory
 from corun_bench.running import RunningSystem, foreign, up
 from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
 
-OK, FAILED, INTERRUPTED = 0, 1, 130
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
 """The tokens of the single request of a padding sweep."""
 REPEAT_SEEDS = 7919
@@ -75,7 +74,7 @@ def run(options: BenchOptions) -> int:
     _show(benchmark)
     if not finished:
         return INTERRUPTED
-    return FAILED if benchmark.failures else OK
+    return 1 if benchmark.failures else 0
 
 
 def _machine(options: BenchOptions) -> Machine:

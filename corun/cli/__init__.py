@@ -34,6 +34,7 @@ from corun.cli.verify import Verify
 from corun.client.routers import NoRouterError
 from corun.contract import CONTRACT_VERSION
 from corun.errors import (
+    INTERRUPTED,
     ContractMismatchError,
     CorunError,
     DataLossError,
@@ -45,7 +46,7 @@ from corun.errors import (
     UnavailableError,
 )
 
-OK, FAILURE, USAGE, MISMATCH, UNAVAILABLE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 130, 141
+OK, FAILURE, USAGE, MISMATCH, UNAVAILABLE, BROKEN_PIPE = 0, 1, 2, 3, 4, 141
 
 _DESCRIPTION = """A prefill-decode LLM serving cluster whose output is bitwise reproducible.
 

@@ -14,15 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corun.config.cluster_file import ClusterSpec
-from corun.errors import DeadlineError, UnavailableError
+from corun.errors import INTERRUPTED, DeadlineError, UnavailableError
 from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
 from corun.models import checked
-
-INTERRUPTED = 130
-"""The exit code of a command that a signal ended before it was done."""
 
 
 def run(
