@@ -108,8 +108,7 @@ def show(report: Report) -> None:
             table.add_row(condition.value, str(runs), str(equal), str(runs - equal), style=style)
     console.print(table)
     for difference in report.differences[:MAX_SHOWN_DIFFERENCES]:
-        line = f"{difference.name}, {difference.condition.value}: {difference.reason}"
-        console.print(line, style="red", soft_wrap=True)
+        console.print("{case}, {condition}: {reason}".format(**difference), style="red", soft_wrap=True)
     if more := len(report.differences[MAX_SHOWN_DIFFERENCES:]):
         console.print(f"and {more} more", style="red")
     verdict = "BITS DIFFER" if report.differences else "every bit agrees"

@@ -45,18 +45,6 @@ _SAME = {
 """The receipt fields, beside contract and output, that are the same in all runs of one case, each with its words."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One run whose result is not the expected one."""
-
-    name: str
-    condition: Condition
-    reason: str
-
-    def to_dict(self) -> dict[str, str]:
-        return {"case": self.name, "condition": self.condition.value, "reason": self.reason}
-
-
 @dataclass(kw_only=True, slots=True)
 class Report:
     """The sum of all runs so far. It is also valid when the runs were interrupted."""
@@ -67,7 +55,8 @@ class Report:
     runs: Counter[Condition] = field(default_factory=Counter)
     """The number of runs that have a result, by condition."""
     equal: Counter[Condition] = field(default_factory=Counter)
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[dict[str, str]] = field(default_factory=list)
+    """The runs whose results are not the expected ones: case, condition and reason of each."""
     fingerprints: set[str] = field(default_factory=set)
 
     @property
@@ -84,7 +73,7 @@ class Report:
         """Count one run. difference: why it is not as expected; empty if it is."""
         self.runs[condition] += 1
         if difference:
-            self.differences.append(Difference(name=named.name, condition=condition, reason=difference))
+            self.differences.append({"case": named.name, "condition": condition.value, "reason": difference})
         else:
             self.equal[condition] += 1
 
@@ -98,7 +87,7 @@ class Report:
             "missing_runs": self.num_missing,
             "conditions": counts,
             "fingerprints": sorted(self.fingerprints),
-            "differences": [difference.to_dict() for difference in self.differences],
+            "differences": self.differences,
         }
 
 

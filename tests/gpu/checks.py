@@ -142,7 +142,7 @@ def verify_conditions(bench: Bench) -> Iterator[Found]:
     cases = verify_report.built_in_cases(bench.client.get_cluster(), bench.count(verify_report.BUILT_IN_CASES))
     found = verify_report.Verification(cases).run(bench.client, timeout_s=bench.remaining_s)
     for condition in Condition:
-        reasons = [str(one.to_dict()) for one in found.differences if one.condition is condition]
+        reasons = [str(one) for one in found.differences if one["condition"] == condition.value]
         detail = {"differences": reasons[:4]} if reasons else {}
         counts: dict[str, Any] = {"total": found.runs[condition], "equal": found.equal[condition]}
         yield Outcome(name=f"corun verify: {condition.value}", **counts, detail=detail)

@@ -419,7 +419,7 @@ async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pyt
         await fake.ready(*(str(node.info.ref) for node in news))
         report = await asyncio.to_thread(replay, fake.address, named)
         assert report.runs.total() == 4
-        assert {d.reason.rpartition(", ")[2] for d in report.differences} == {"as the audit did"}
+        assert {d["reason"].rpartition(", ")[2] for d in report.differences} == {"as the audit did"}
         news[1].engine.corrupt = True
         assert (await asyncio.to_thread(replay, fake.address, named)).match
 
