@@ -37,7 +37,7 @@ class Pages:
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, auto_reload=False
         )
         self._templates.globals["has_playground"] = "playground.html" in loader.list_templates()
-        self._files = {path.name: _File(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
+        self._files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
 
     def render(self, name: str, *, status: int = 200, connect: str = "'self'", **values: Any) -> web.Response:
         """Return the page of a template. connect: where its scripts may connect to, as the policy writes it."""
@@ -52,17 +52,11 @@ class Pages:
 
     async def file(self, request: web.Request) -> web.Response:
         """Send one of the files. A browser keeps it, and asks each time whether it has changed."""
-        file = self._files.get(request.match_info["name"])
-        if file is None:
+        name = request.match_info["name"]
+        if (data := self._files.get(name)) is None:
             raise web.HTTPNotFound
-        headers = {**HEADERS, "Cache-Control": "no-cache", "ETag": f'"{file.tag}"'}
-        if any(known.value == file.tag for known in request.if_none_match or ()):
+        tag = hashlib.sha256(data).hexdigest()[:32]
+        headers = {**HEADERS, "Cache-Control": "no-cache", "ETag": f'"{tag}"'}
+        if any(known.value == tag for known in request.if_none_match or ()):
             return web.Response(status=304, headers=headers)
-        return web.Response(body=file.data, content_type=file.type, charset="utf-8", headers=headers)
-
-
-class _File:
-    def __init__(self, path: Path) -> None:
-        self.data = path.read_bytes()
-        self.type = TYPES[path.suffix]
-        self.tag = hashlib.sha256(self.data).hexdigest()[:32]
+        return web.Response(body=data, content_type=TYPES[Path(name).suffix], charset="utf-8", headers=headers)
