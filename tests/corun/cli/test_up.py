@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corun.cli import main, models, up
+from corun.cli import main, up
 from corun.cli.up import Up
 from corun.config.cluster_file import CONFIGS, Security, read
 from corun.errors import InvalidArgumentError
@@ -128,7 +128,7 @@ def test_a_file_and_its_flags_do_not_mix(flags: list[str], file: Path, capsys: p
 def test_a_model_is_fetched_before_the_cluster_starts_and_elsewhere_by_its_nodes(
     runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "fetched", lambda: runs.append("fetched"))
+    monkeypatch.setattr(up, "fetched", lambda: runs.append("fetched"))
     assert main(["up", "--model", "smollm2"]) == 7
     assert (runs[0], runs[1][0].pools[0].model) == ("fetched", "smollm2")
     runs.clear()
