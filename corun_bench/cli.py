@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -129,9 +128,9 @@ class OneLine:
             self.output.write_text(line + "\n", encoding="utf-8")
 
 
-def _progress() -> Callable[[str], None]:
-    """Return what prints a line of progress on stderr, above a bar if there is one."""
-    return lambda text: print(text, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    """Print a line of progress on stderr, above a bar if there is one."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ class Kernels(KernelOptions, OneLine):
 
     def run(self) -> int:
         kernels = load("corun_bench.kernels.run", "corun bench kernels", "gpu")
-        report = kernels.measure(self, _progress())
+        report = kernels.measure(self, _say)
         kernels.show(report)
         self.finish(report)
         return 1 if any(row["error"] for row in report["kernels"]) else 0
@@ -205,7 +204,7 @@ class Plan(PlanOptions, OneLine):
 
     def run(self) -> int:
         planner = load("corun_bench.plan", "corun bench plan", "bench")
-        found = planner.plan(self, _progress())
+        found = planner.plan(self, _say)
         console = Console(highlight=False, markup=False)
         console.width = max(console.width, 130)  # A file has no width.
         planner.show(found, console)
