@@ -20,7 +20,7 @@ from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import kept, scratch
 from corun.node.membership import NodeAgent
-from corun.node.metrics import EngineCollector, NodeMetrics
+from corun.node.metrics import NodeMetrics, engine_metrics
 from corun.node.watchdog import Pulse
 from corun.observe import stages, tracing
 from corun.observe.endpoints import Observation
@@ -162,7 +162,8 @@ class Life:
         self._watch(pulse.run())
         self._tell_health()
         self._observation.metrics.show(NodeMetrics(self._infos, lambda: self._is_serving))
-        self._observation.metrics.add(EngineCollector(*(info.role for info in self._infos())))
+        roles = [info.role for info in self._infos()]
+        self._observation.metrics.add(lambda: engine_metrics(roles))
         self._observation.note_started()
         if finding := engine.facts.finding:
             # Routers learn the finding and refuse the node. The process stays up, so that the reason can be read.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
-from prometheus_client.registry import Collector
 
 from corun import __version__
 from corun.contract import Contract
@@ -69,12 +68,7 @@ def _held(infos: Iterable[NodeInfo]) -> Values:
     return {(one.name,): not one.refused for info in infos for one in info.freedoms}
 
 
-class EngineCollector(Collector):
-    """Passes on the metrics that vLLM has counted."""
-
-    def __init__(self, *roles: NodeRole, registry: CollectorRegistry = REGISTRY) -> None:
-        self._names = frozenset(name for role in roles for name in PASSED[role])
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        return [metric for metric in self._registry.collect() if metric.name in self._names]
+def engine_metrics(roles: Iterable[NodeRole], registry: CollectorRegistry = REGISTRY) -> list[Metric]:
+    """Return the metrics that vLLM has counted and that a node of these roles passes on."""
+    names = {name for role in roles for name in PASSED[role]}
+    return [metric for metric in registry.collect() if metric.name in names]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -85,25 +83,30 @@ class Metrics:
 
     def counters_of(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Values]) -> None:
         """Show the counts that another object keeps. `read` returns them whenever they are asked for."""
-        self.registry.register(_View(lambda: CounterMetricFamily(self._prefix + name, text, labels=labels), read))
+        self._show(lambda: CounterMetricFamily(self._prefix + name, text, labels=labels), read)
 
     def gauges_of(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Values]) -> None:
         """Show a state whose labels change. `read` returns it whenever it is asked for."""
-        self.registry.register(_View(lambda: GaugeMetricFamily(self._prefix + name, text, labels=labels), read))
+        self._show(lambda: GaugeMetricFamily(self._prefix + name, text, labels=labels), read)
+
+    def _show(self, new: Callable[[], CounterMetricFamily | GaugeMetricFamily], read: Callable[[], Values]) -> None:
+        def collect() -> list[Metric]:
+            family = new()
+            for labels, value in read().items():
+                family.add_metric(labels, value)
+            return [family]
+
+        self.registry.register(_View(collect))
 
 
-@dataclass(eq=False)
 class _View(Collector):
-    """Shows values that are read when they are asked for."""
+    """Shows the metrics that a function returns whenever they are asked for."""
 
-    family: Callable[[], CounterMetricFamily | GaugeMetricFamily]
-    read: Callable[[], Values]
+    def __init__(self, collect: Callable[[], list[Metric]]) -> None:
+        self._collect = collect
 
-    def collect(self) -> Iterable[Metric]:
-        family = self.family()
-        for labels, value in self.read().items():
-            family.add_metric(labels, value)
-        return [family]
+    def collect(self) -> list[Metric]:
+        return self._collect()
 
 
 class MetricsServer:
@@ -126,12 +129,18 @@ class MetricsServer:
         return self._running[0].server_port if self._running else 0
 
     def show(self, metrics: Metrics) -> None:
-        """Show a component's metrics from now on. The running event loop reads them."""
-        self.add(_LoopCollector(metrics.registry))
+        """Show a component's metrics from now on. The running event loop reads them, because gauges look at objects
+        that only the loop may touch. A scrape fails if it does not answer in `LOOP_TIMEOUT_S` seconds."""
+        loop = asyncio.get_running_loop()
 
-    def add(self, collector: Collector) -> None:
-        """Show a collector's metrics from now on. The collector is called from another thread."""
-        self._registry.register(collector)
+        async def read() -> list[Metric]:
+            return list(metrics.registry.collect())
+
+        self.add(lambda: asyncio.run_coroutine_threadsafe(read(), loop).result(LOOP_TIMEOUT_S))
+
+    def add(self, collect: Callable[[], list[Metric]]) -> None:
+        """Show the metrics that a function returns from now on. It is called from another thread."""
+        self._registry.register(_View(collect))
 
     async def start(self, host: str, port: int) -> None:
         """Start to listen; port 0 picks a free one. Raises UnavailableError if the address cannot be used."""
@@ -184,23 +193,3 @@ class _Server(ThreadingWSGIServer):
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Log nothing, because requests come every few seconds."""
-
-
-class _LoopCollector(Collector):
-    """Lets the running event loop read a registry, because gauges look at objects that only the loop may touch."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._loop = asyncio.get_running_loop()
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics. It is called in another thread. Raises TimeoutError if the loop does not answer."""
-        made: Future[list[Metric]] = Future()
-        self._loop.call_soon_threadsafe(self._collect, made)
-        return made.result(LOOP_TIMEOUT_S)
-
-    def _collect(self, made: Future[list[Metric]]) -> None:
-        try:
-            made.set_result(list(self._registry.collect()))
-        except Exception as error:
-            made.set_exception(error)
