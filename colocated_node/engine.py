@@ -97,8 +97,10 @@ class ColocatedEngine:
         return engine
 
     def _take(self, outputs: list[Any]) -> None:
-        if of_samples := self.prefill.take(outputs):
+        """Give each side its outputs. A first token is sent before the answer to its prompt is made."""
+        if of_samples := [one for one in outputs if not self.prefill.computes(one.request_id)]:
             self.decode.take(of_samples)
+        self.prefill.take(outputs)
 
     def _note_dead(self) -> None:
         self.prefill.note_dead()

@@ -416,15 +416,16 @@ class VllmPrefillEngine:
         finally:
             del self._computing[request_id]
 
-    def take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Take what one engine step says about prompts; return what is left, which is about others."""
-        others = []
+    def computes(self, request_id: str) -> bool:
+        """Return whether this side waits for what the engine says about a request."""
+        return request_id in self._computing
+
+    def take(self, outputs: Sequence[Any]) -> None:
+        """Take what one engine step says about prompts."""
         for output in outputs:
-            if (done := self._computing.get(output.request_id)) is None:
-                others.append(output)
-            elif output.finish_reason is not None and not done.done():
+            done = self._computing.get(output.request_id)
+            if done is not None and output.finish_reason is not None and not done.done():
                 done.set_result(output)
-        return others
 
     def note_dead(self) -> None:
         for done in self._computing.values():
