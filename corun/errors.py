@@ -15,7 +15,8 @@
      └ InternalError           INTERNAL              never carries internals
 
 Each class says which details its status carries, and reads them again; `to_status` and `from_rpc_error` are the only
-places that translate. This module must not know any service.
+places that translate. The exit code of an interrupted command is here, too, because all packages with commands import
+this module. It must not know any service.
 """
 
 from __future__ import annotations

@@ -52,8 +52,6 @@ WIDTH_IN, DPI = 8.0, 150
 GREY, BAD, GOOD = "#6b6b6b", "#b3261e", "#1a7f37"
 _FONT = "DejaVu Sans"  # That of the style.
 _THROUGHPUT = "output_throughput"
-_RATE = re.compile(r",rate=[^,]+")
-"""The part of a workload's name that its runs at other arrival rates do not share."""
 _HATCH = "////"
 """The hatch of a bar whose system's bits were seen to differ."""
 _UNPADDED = (STD, "bi", "colocated+ladder", "pd-std")
@@ -238,10 +236,9 @@ def goodput(results: Results) -> Figure | None:
     curves: dict[str, dict[str, dict[float, Spread]]] = {}
     for workload, name in itertools.product(results.workloads, _serving(results)):
         runs = results.runs_of(workload, name)
-        rate = median_of(runs, "request_rate")
-        if rate and (found := good_share(runs)):
-            lines = curves.setdefault(_RATE.sub("", workload), {})
-            lines.setdefault(name, {})[rate] = found
+        for rate in {number(run, "request_rate") or 0.0 for run in runs} - {0.0}:
+            if found := good_share(run for run in runs if number(run, "request_rate") == rate):
+                curves.setdefault(_at_any_rate(workload), {}).setdefault(name, {})[rate] = found
     rates = {workload: sorted({*itertools.chain(*lines.values())}) for workload, lines in curves.items()}
     rates = {workload: values for workload, values in rates.items() if len(values) > 1}
     if not rates:
@@ -258,6 +255,11 @@ def goodput(results: Results) -> Figure | None:
     figure.supylabel("share of good requests", fontsize=9)
     _legend(figure, handles)
     return figure
+
+
+def _at_any_rate(workload: str) -> str:
+    """Return what a workload's name shares with those of its runs at other arrival rates."""
+    return ",".join(part for part in workload.split(",") if not part.startswith("rate="))
 
 
 def padding(results: Results) -> Figure | None:

@@ -243,9 +243,10 @@ def good_share(runs: Iterable[Json]) -> Spread | None:
     """Return which share of the requests kept all limits of `--goodput`; None if no repeat had limits."""
     shares = []
     for run in runs:
-        good_per_s, requests = number(run, "request_goodput"), whole(run, "completed") + whole(run, "failed")
-        if good_per_s is not None and requests:
-            shares.append(good_per_s * (number(run, "duration") or 0.0) / requests)
+        good_per_s, duration_s = number(run, "request_goodput"), number(run, "duration")
+        requests = whole(run, "completed") + whole(run, "failed")
+        if good_per_s is not None and duration_s is not None and requests:
+            shares.append(good_per_s * duration_s / requests)
     return Spread.of(shares) if shares else None
 
 

@@ -1,4 +1,4 @@
-"""Which routers a client uses, which of them answers, and how long the client waits for one.
+"""Which routers a client uses, which of them answers, and how long the client waits for one; the options of a caller.
 
 This module must not know what is asked of a router.
 """

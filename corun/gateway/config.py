@@ -10,7 +10,7 @@ from corun.rpc.auth import read_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig(HttpConfig, CallerOptions):
+class GatewayConfig(CallerOptions, HttpConfig):
     """A gateway: where it listens, which cluster it calls, and how much it takes."""
 
     reuse_port: bool = False
@@ -48,7 +48,7 @@ class GatewayConfig(HttpConfig, CallerOptions):
 
     def check_files(self) -> None:
         """Raise InvalidArgumentError unless every file that this config names can be used."""
-        _ = self.https, self.arguments(self.own_token())
+        _ = self.https, self.arguments(""), self.own_token()
 
     def own_token(self) -> str:
         """Read the gateway's own token; empty if there is none."""

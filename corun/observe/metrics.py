@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -133,10 +134,18 @@ class MetricsServer:
         that only the loop may touch. A scrape fails if it does not answer in `LOOP_TIMEOUT_S` seconds."""
         loop = asyncio.get_running_loop()
 
-        async def read() -> list[Metric]:
-            return list(metrics.registry.collect())
+        def read(made: Future[list[Metric]]) -> None:
+            try:
+                made.set_result(list(metrics.registry.collect()))
+            except Exception as error:
+                made.set_exception(error)
 
-        self.add(lambda: asyncio.run_coroutine_threadsafe(read(), loop).result(LOOP_TIMEOUT_S))
+        def collect() -> list[Metric]:
+            made: Future[list[Metric]] = Future()
+            loop.call_soon_threadsafe(read, made)  # A coroutine would take several turns of a busy loop.
+            return made.result(LOOP_TIMEOUT_S)
+
+        self.add(collect)
 
     def add(self, collect: Callable[[], list[Metric]]) -> None:
         """Show the metrics that a function returns from now on. It is called from another thread."""

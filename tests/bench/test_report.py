@@ -190,19 +190,25 @@ def test_odd_numbers_and_names_are_drawn() -> None:
 
 
 def test_good_requests_are_drawn_over_arrival_rates() -> None:
-    def at(system: str, rate: float, good: float | None, length: int = 8) -> dict[str, Any]:
-        name = f"in={length},out=4,rate={rate:g}"
+    def at(system: str, rate: float, good: float | None, name: str = "") -> dict[str, Any]:
+        name = name or f"in=8,out=4,rate={rate:g}"
         return run(system, name, request_rate=rate, request_goodput=good, completed=7, failed=1)
 
     runs = [at("std", 8, 4.0), at("std", 16, 3.0), at("std", 16, 1.0), at("pd-std", 16, 4.0)]
-    left_out = [at("std", 8, 4.0, length=9), at("std", 8, None, length=7), at("std", 16, None, length=7), run("std")]
-    figure = dict(drawn(of(*runs, *left_out)))["goodput"]
-    assert [ax.get_title() for ax in figure.axes] == ["in=8,out=4"], (
-        "One rate is no curve; without limits, none is good."
-    )
-    lines = [[list(map(float, xy)) for xy in line.get_xydata()] for line in figure.axes[0].get_lines()]
-    assert [[8.0, 1.0], [16.0, 0.5]] in lines
-    assert [[16.0, 1.0]] in lines
+    named = [at("pd-std", 8, 2.0, "rate=8,in=8,out=4"), at("std", 4, 4.0, "burstgpt"), at("std", 8, 3.0, "burstgpt")]
+    left_out = [at("std", 8, 4.0, "in=9,out=4,rate=8"), at("std", 8, None, "in=7"), at("std", 9, None, "in=7")]
+    figure = dict(drawn(of(*runs, *named, *left_out, run("std"))))["goodput"]
+    seen = {
+        ax.get_title(): {
+            str(line.get_color()): line.get_xydata().tolist() for line in ax.get_lines() if line.get_marker() in "sv"
+        }
+        for ax in figure.axes
+    }
+    std, pd_std = (figures.looks([])[name].colour for name in ("std", "pd-std"))
+    assert seen == {
+        "in=8,out=4": {std: [[8.0, 1.0], [16.0, 0.5]], pd_std: [[8.0, 0.5], [16.0, 1.0]]},
+        "burstgpt": {std: [[4.0, 1.0], [8.0, 0.75]]},
+    }, "One rate is no curve, and without limits no request is good or bad."
     assert "goodput" not in dict(drawn(of(run("std"), *left_out)))
 
 
