@@ -5,11 +5,8 @@ This module must not know what they are about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 GAUGE_WIDTH = 24
@@ -25,33 +22,12 @@ def label(name: str) -> tuple[str, str]:
     return f"{name:<9}", "bold"
 
 
-@dataclass(frozen=True)
-class Gauge:
-    """A name, a bar of a share, and words."""
-
-    name: str
-    part: int
-    whole: int
-    words: Text
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Text]:
-        bar = bar_of(self.part, self.whole, GAUGE_WIDTH, is_ascii=options.ascii_only)
-        yield cut(Text.assemble(label(self.name), bar, self.words))
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A name, the last values as columns, and words. The highest column is the largest of these values."""
-
-    name: str
-    values: list[float]
-    words: Text
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Text]:
-        values, most = self.values[-GAUGE_WIDTH:], max(self.values[-GAUGE_WIDTH:], default=0.0)
-        bars = "_.-=+*#@" if options.ascii_only else _BARS
-        curve = "".join(bars[min(7, int(8 * value / most))] if value > 0 else " " for value in values)
-        yield cut(Text.assemble(label(self.name), (curve.rjust(GAUGE_WIDTH), "green"), self.words))
+def curve_of(values: Sequence[float], *, is_ascii: bool) -> Text:
+    """Return the last values as columns. The highest column is the largest of these values."""
+    shown, most = values[-GAUGE_WIDTH:], max(values[-GAUGE_WIDTH:], default=0.0)
+    bars = "_.-=+*#@" if is_ascii else _BARS
+    curve = "".join(bars[min(7, int(8 * value / most))] if value > 0 else " " for value in shown)
+    return Text(curve.rjust(GAUGE_WIDTH), "green")
 
 
 def bar_of(part: int, whole: int, width: int, *, is_ascii: bool) -> Text:

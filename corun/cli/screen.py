@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
@@ -41,12 +41,16 @@ def can_show() -> bool:
 class Screen:
     """The whole terminal.
 
-    draw: returns what is shown. keys: what is called when a key is pressed, by its character. hint: what the last line
-    says; the keys for scrolling and for the end are added.
+    draw: returns what is shown on such a terminal. keys: what is called when a key is pressed, by its character. hint:
+    what the last line says; the keys for scrolling and for the end are added.
     """
 
     def __init__(
-        self, draw: Callable[[], RenderableType], *, keys: Mapping[str, Callable[[], None]], hint: Callable[[], str]
+        self,
+        draw: Callable[[ConsoleOptions], RenderableType],
+        *,
+        keys: Mapping[str, Callable[[], None]],
+        hint: Callable[[], str],
     ) -> None:
         self._draw, self._keys, self._hint = draw, keys, hint
         self._console = Console(highlight=False, markup=False)
@@ -95,7 +99,7 @@ class Screen:
     def _show(self) -> None:
         width, height = self._console.size
         options = self._console.options.update(width=width, height=None)
-        lines = self._console.render_lines(self._draw(), options)
+        lines = self._console.render_lines(self._draw(options), options)
         room = max(1, height - 1)
         self._offset = max(0, min(self._offset, len(lines) - room))
         shown = lines[self._offset : self._offset + room]

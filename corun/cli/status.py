@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -64,16 +64,17 @@ class Status:
         if self.json:
             print(to_line(status_to_dict(status)), flush=True)
         else:
-            Console(highlight=False, markup=False).print(picture(status, self.cluster.router))
+            console = Console(highlight=False, markup=False)
+            console.print(picture(status, self.cluster.router, console.options))
 
     async def _watch(self, interval_s: float) -> int:
         async with self.cluster.async_client() as client:
             watched = Watched(await client.get_cluster())
             if can_show() and not self.json:
 
-                def draw() -> RenderableType:
+                def draw(options: ConsoleOptions) -> RenderableType:
                     lines = [Text(watched.trouble, "red", no_wrap=True, overflow="ellipsis")] if watched.trouble else []
-                    return Group(*lines, picture(watched.status, self.cluster.router))
+                    return Group(*lines, picture(watched.status, self.cluster.router, options))
 
                 return await Screen(draw, keys={}, hint=str).run(lambda: watched.ask(client), interval_s)
             while True:
@@ -84,7 +85,7 @@ class Status:
                     print()  # Between two pictures.
 
 
-def picture(status: ClusterStatus, address: str) -> RenderableType:
+def picture(status: ClusterStatus, address: str, options: ConsoleOptions) -> RenderableType:
     """Return the whole status, for a terminal."""
     audit = status.audit
     audits = _facts(
@@ -96,7 +97,7 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
     )
     if audit.last_mismatch:
         audits.append(f"\nlast mismatch {audit.last_mismatch}", "red" if audit.mismatched else "")
-    slots = [slot_map(node) for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
+    decodes = [node for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
     return Group(
         _facts(router=f"{status.router_id} at {address}"),
         _facts(model=status.model.name if status.model else "none: no node has joined"),
@@ -110,7 +111,7 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
         "",
         _node_table(status),
         *((refusals,) if (refusals := _refusals(status.nodes)) else ()),
-        *(part for squares in slots for part in ("", squares)),
+        *(line for node in decodes for line in slot_map(node, is_ascii=options.ascii_only)),
     )
 
 
@@ -123,14 +124,15 @@ def _facts(**facts: object) -> Text:
     return text
 
 
-def slot_map(node: NodeStatus) -> RenderableType:
-    """Return the slots of a decode node as squares, as many of them full as samples decode."""
+def slot_map(node: NodeStatus, *, is_ascii: bool) -> Iterator[Text]:
+    """Yield the slots of a decode node as lines of squares, as many of them full as samples decode."""
     used, total = node.load.used_slots, node.node.slots
-    title = Text.assemble(
-        (f"{node.node.ref.node_id} ", "bold"), f"{used} of {total} slots in use, {node.in_line} in line"
-    )
-    rows = (range(start, min(start + SLOTS_PER_LINE, total)) for start in range(0, total, SLOTS_PER_LINE))
-    return Group(title, *(_Squares([slot < used for slot in row]) for row in rows))
+    words = f"{used} of {total} slots in use, {node.in_line} in line"
+    yield Text.assemble("\n", (f"{node.node.ref.node_id} ", "bold"), words)
+    full, empty = ("#", ".") if is_ascii else ("■", "□")
+    squares = [(full, "green") if slot < used else (empty, "dim") for slot in range(total)]
+    for start in range(0, total, SLOTS_PER_LINE):
+        yield Text.assemble("  ", *squares[start : start + SLOTS_PER_LINE])
 
 
 def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
@@ -139,17 +141,6 @@ def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
     for node in values["nodes"]:
         node["node"]["contract"] = json.loads(node["node"].pop("contract_json") or "null")
     return {"serving": not status.missing_roles, **values}
-
-
-class _Squares:
-    """A line of slots as squares, or as ASCII characters where the terminal has no squares."""
-
-    def __init__(self, used: list[bool]) -> None:
-        self._used = used
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Text]:
-        full, empty = ("#", ".") if options.ascii_only else ("■", "□")
-        yield Text.assemble("  ", *((full, "green") if used else (empty, "dim") for used in self._used))
 
 
 FREEDOMS = {

@@ -10,16 +10,16 @@ import asyncio
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import tyro
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from corun.cli.gauges import GAUGE_WIDTH, Curve, Gauge, bar_of, cut, label, share_of, short
+from corun.cli.gauges import GAUGE_WIDTH, bar_of, curve_of, cut, label, share_of, short
 from corun.cli.options import RouterOptions
 from corun.cli.screen import Screen, can_show
 from corun.cli.status import STATE_STYLES
@@ -79,7 +79,8 @@ class Top:
         while not view.watched.knows(*NodeRole) and time.monotonic() < end:
             await asyncio.sleep(self.interval)
             view.watched.take(await client.get_cluster(clients=True, contracts=False))
-        Console(highlight=False, markup=False).print(view.picture())
+        console = Console(highlight=False, markup=False)
+        console.print(view.picture(console.options))
         return 4 if view.watched.status.missing_roles else 0
 
 
@@ -108,15 +109,15 @@ class View:
     def _reverse(self) -> None:
         self._is_reversed = not self._is_reversed
 
-    def picture(self) -> RenderableType:
+    def picture(self, options: ConsoleOptions) -> RenderableType:
         status, rates = self.watched.status, self.watched.rates
-        parts: list[RenderableType] = [*_summary(self.watched, self._address)]
+        parts: list[RenderableType] = [*_summary(self.watched, self._address, is_ascii=options.ascii_only)]
         if trouble := self.watched.trouble:
             parts.insert(1, cut(Text(trouble, "red")))
         nodes = sorted(status.nodes, key=lambda node: _ORDERS[self._sort](node, rates), reverse=self._is_reversed)
-        parts += ["", _Nodes(nodes, rates, self._sort)]
+        parts += ["", _node_table(nodes, rates, self._sort, options)]
         if status.clients:
-            parts += ["", _Clients(status.clients)]
+            parts += ["", _client_table(status.clients, is_ascii=options.ascii_only)]
         return Group(*parts)
 
 
@@ -135,7 +136,7 @@ _ORDERS: dict[SortName, Callable[[NodeStatus, Rates], Any]] = {
 """What nodes are sorted by, for each name of an order. Equal ones stay in the router's order."""
 
 
-def _summary(watched: Watched, address: str) -> Iterable[RenderableType]:
+def _summary(watched: Watched, address: str, *, is_ascii: bool) -> Iterable[Text]:
     """Yield the lines about the cluster as a whole."""
     status, rates = watched.status, watched.rates
     model = status.model.name if status.model else "no node has joined"
@@ -151,9 +152,10 @@ def _summary(watched: Watched, address: str) -> Iterable[RenderableType]:
     words = Text.assemble(f" {used:,}/{slots:,}", (f"  {waiting:,} in line", "yellow" if waiting else "dim"))
     queued = f"  queue {status.queued_samples:,}/{status.max_queued_samples:,}"
     words.append(queued, "yellow" if status.queued_samples else "dim")
-    yield Gauge("slots", used, slots, words)
+    yield cut(Text.assemble(label("slots"), bar_of(used, slots, GAUGE_WIDTH, is_ascii=is_ascii), words))
     blocks = sum(node.load.used_kv_blocks for node in decodes), sum(node.node.kv_blocks for node in decodes)
-    yield Gauge("KV", *blocks, Text(f" {blocks[0]:,}/{blocks[1]:,} blocks of decode nodes"))
+    words = Text(f" {blocks[0]:,}/{blocks[1]:,} blocks of decode nodes")
+    yield cut(Text.assemble(label("KV"), bar_of(*blocks, GAUGE_WIDTH, is_ascii=is_ascii), words))
     for name, role in (("decode", NodeRole.DECODE), ("prefill", NodeRole.PREFILL)):
         curve = watched.curves[role]
         rate = rates.of(role, tokens) if curve else None
@@ -164,7 +166,7 @@ def _summary(watched: Watched, address: str) -> Iterable[RenderableType]:
             cached_rate = rates.of(role, lambda load: load.cached_tokens) or 0.0
             if cached := share_of(cached_rate, rate + cached_rate):
                 words.append(f"  {cached:.0%} cached")
-        yield Curve(name, list(curve), words)
+        yield cut(Text.assemble(label(name), curve_of([*curve], is_ascii=is_ascii), words))
     yield cut(_counts(status, rates))
 
 
@@ -195,59 +197,49 @@ def _counts(status: ClusterStatus, rates: Rates) -> Text:
     return text
 
 
-class _Nodes:
-    """The table of nodes, with as many columns as there is room for."""
-
-    def __init__(self, nodes: list[NodeStatus], rates: Rates, sort: SortName) -> None:
-        self._nodes, self._rates, self._sort = nodes, rates, sort
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Table]:
-        is_wide = options.max_width >= WIDE
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
-        for title, name, is_right in _TITLES:
-            mark = ("v" if options.ascii_only else "▾") if name == self._sort else ""
-            # The column of names takes what the numbers leave.
-            ratio = 1 if name == "node" else None
-            style = "reverse" if mark else ""
-            justify: Literal["right", "left"] = "right" if is_right else "left"
-            heading = Text(title + mark, style)
-            table.add_column(heading, justify=justify, ratio=ratio, no_wrap=True, overflow="ellipsis")
-            if name == "slots" and is_wide:
-                table.add_column("", width=GAUGE_WIDTH)
-        for node in self._nodes:
-            cells = list(_cells(node, self._rates))
-            if is_wide:
-                bar = bar_of(node.load.used_slots, node.node.slots, GAUGE_WIDTH, is_ascii=options.ascii_only)
-                cells.insert(4, bar if node.node.slots else Text())
-            table.add_row(*cells, style="dim" if node.state is NodeState.LOST else "")
-        yield table
+def _node_table(nodes: Sequence[NodeStatus], rates: Rates, sort: SortName, options: ConsoleOptions) -> Table:
+    """Return the table of nodes, with as many columns as there is room for."""
+    is_wide = options.max_width >= WIDE
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
+    for title, name, is_right in _TITLES:
+        mark = ("v" if options.ascii_only else "▾") if name == sort else ""
+        # The column of names takes what the numbers leave.
+        ratio = 1 if name == "node" else None
+        style = "reverse" if mark else ""
+        justify: Literal["right", "left"] = "right" if is_right else "left"
+        heading = Text(title + mark, style)
+        table.add_column(heading, justify=justify, ratio=ratio, no_wrap=True, overflow="ellipsis")
+        if name == "slots" and is_wide:
+            table.add_column("", width=GAUGE_WIDTH)
+    for node in nodes:
+        cells = list(_cells(node, rates))
+        if is_wide:
+            bar = bar_of(node.load.used_slots, node.node.slots, GAUGE_WIDTH, is_ascii=options.ascii_only)
+            cells.insert(4, bar if node.node.slots else Text())
+        table.add_row(*cells, style="dim" if node.state is NodeState.LOST else "")
+    return table
 
 
-class _Clients:
-    """The table of clients, those with the most slots first."""
-
-    def __init__(self, clients: tuple[ClientStatus, ...]) -> None:
-        self._clients = sorted(clients, key=lambda one: (-one.decoding_samples, -one.leased_samples))
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterable[Table]:
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
-        table.add_column("client", ratio=1, no_wrap=True, overflow="ellipsis")
-        for title in ("weight", "slots", "line", "queue", "of slots in use", ""):
-            table.add_column(title, justify="right", no_wrap=True)
-        everyone = sum(one.decoding_samples for one in self._clients)
-        for one in self._clients:
-            line = one.leased_samples - one.decoding_samples
-            share = share_of(one.decoding_samples, everyone) or 0.0
-            table.add_row(
-                Text(one.name),
-                str(one.weight),
-                str(one.decoding_samples),
-                Text(str(line) if line else "", "yellow"),
-                Text(short(one.waiting_samples) if one.waiting_samples else "", "yellow"),
-                bar_of(one.decoding_samples, everyone, len("of slots in use"), is_ascii=options.ascii_only),
-                f"{share:.0%}",
-            )
-        yield table
+def _client_table(clients: Sequence[ClientStatus], *, is_ascii: bool) -> Table:
+    """Return the table of clients, those with the most slots first."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
+    table.add_column("client", ratio=1, no_wrap=True, overflow="ellipsis")
+    for title in ("weight", "slots", "line", "queue", "of slots in use", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    everyone = sum(one.decoding_samples for one in clients)
+    for one in sorted(clients, key=lambda one: (-one.decoding_samples, -one.leased_samples)):
+        line = one.leased_samples - one.decoding_samples
+        share = share_of(one.decoding_samples, everyone) or 0.0
+        table.add_row(
+            Text(one.name),
+            str(one.weight),
+            str(one.decoding_samples),
+            Text(str(line) if line else "", "yellow"),
+            Text(short(one.waiting_samples) if one.waiting_samples else "", "yellow"),
+            bar_of(one.decoding_samples, everyone, len("of slots in use"), is_ascii=is_ascii),
+            f"{share:.0%}",
+        )
+    return table
 
 
 _TITLES: tuple[tuple[str, SortName | None, bool], ...] = (

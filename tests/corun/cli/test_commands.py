@@ -352,7 +352,7 @@ def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
         for node in fake.status.nodes
     ]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(picture(replace(fake.status, nodes=tuple(nodes)), fake.address))
+    console.print(picture(replace(fake.status, nodes=tuple(nodes)), fake.address, console.options))
     text = console.export_text()
     for node in fake.status.nodes:
         assert node.node.ref.generation in text
