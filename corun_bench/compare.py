@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun_bench.results import Json, Spread, leaves, median_of, merge, spread_of
+from corun_bench.results import Json, Spread, leaves, median_of, merge, mismatch_rate, spread_of
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}
@@ -35,7 +35,7 @@ def compare(first: Json, second: Json) -> dict[str, Any]:
                 "repeats": [len(runs[0]), len(runs[1])],
                 "ratio": ratio(*(spread_of(of_file, THROUGHPUT) for of_file in runs)),
                 **{key: [median_of(of_file, key) for of_file in runs] for key in (THROUGHPUT, *LATENCIES.values())},
-                "mismatch_rate": [found.rate if found else None for found in again],
+                "mismatch_rate": [mismatch_rate(found) if found else None for found in again],
             }
         )
     return {"differing": differing(first, second), "rows": rows}

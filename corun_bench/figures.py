@@ -125,13 +125,13 @@ def throughput(results: Results, *, per_gpu: bool = False) -> Figure | None:
     figure, axes = _panels(len(cells), columns=2 if len(systems) > 8 else 3)
     for ax, (workload, row) in zip(axes, cells.items(), strict=True):
         again = {name: results.mismatch(name, workload) if name in row else None for name in systems}
-        differ = {name: bool(found and found.different_bits) for name, found in again.items()}
+        differ = {name: bool(found and found["different_bits"]) for name, found in again.items()}
         for x, name in enumerate(systems):
             if cell := row.get(name):
                 hatch = _HATCH if differ[name] else None
                 _bar(ax, x, cell, known[name], compact(cell.median), hatch=hatch)
         ax.set_ylim(0, (max(cell.max for cell in row.values()) or 1) * 1.15)
-        counts = [f"{found.different_bits}/{found.requests}" if found else "" for found in again.values()]
+        counts = [f"{found['different_bits']}/{found['requests']}" if found else "" for found in again.values()]
         ax.set_xticks(range(len(systems)), counts, fontsize=7, rotation=90 if len(systems) > 5 else 0)
         ax.tick_params(axis="x", length=0, pad=2)
         for name, label in zip(systems, ax.get_xticklabels(), strict=True):

@@ -18,7 +18,7 @@ import numpy as np
 
 from corun.errors import InvalidArgumentError
 from corun_bench.driver import Outcome, Run
-from corun_bench.results import Mismatch
+from corun_bench.results import mismatch_rate
 
 PERCENTILES = (50.0, 90.0, 99.0)
 GOODPUT = ("ttft", "tpot", "e2el")
@@ -210,8 +210,12 @@ def parse_goodput(pairs: Iterable[str]) -> dict[str, float]:
     return limits
 
 
-def mismatches(first: Run, again: Run) -> Mismatch:
-    """Compare the token ids and the fp32 bits of log probabilities of two runs of one workload, by request."""
+def mismatches(first: Run, again: Run) -> tuple[dict[str, Any], list[int]]:
+    """Compare the token ids and the fp32 bits of log probabilities of two runs of one workload, by request.
+
+    Return the row of a result file, without system and workload; and the indices of requests that are missing or failed
+    in a run, or have log probabilities in only one of them.
+    """
     before, after = ({outcome.request.index: outcome for outcome in run.outcomes} for run in (first, again))
     compared, not_compared = [], []
     for index in sorted(before.keys() | after.keys()):
@@ -222,13 +226,13 @@ def mismatches(first: Run, again: Run) -> Mismatch:
             compared.append((a, b))
     tokens = [a.token_ids != b.token_ids for a, b in compared]
     bits = [fp32_bits(a.logprobs) != fp32_bits(b.logprobs) for a, b in compared]
-    return Mismatch(
-        requests=len(compared),
-        different_tokens=sum(tokens),
-        different_bits=sum(token or bit for token, bit in zip(tokens, bits, strict=True)),
-        tokens_only=sum(not a.logprobs for a, _ in compared),
-        not_compared=tuple(not_compared),
-    )
+    row = {
+        "requests": len(compared),
+        "different_tokens": sum(tokens),
+        "different_bits": sum(token or bit for token, bit in zip(tokens, bits, strict=True)),
+        "tokens_only": sum(not a.logprobs for a, _ in compared),
+    }
+    return {**row, "rate": mismatch_rate(row)}, not_compared
 
 
 def fp32_bits(values: Sequence[float]) -> bytes:

@@ -73,25 +73,9 @@ class Spread:
         return Spread(median=self.median / unit, min=self.min / unit, max=self.max / unit, repeats=self.repeats)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """The comparison, bit by bit, of requests that ran twice."""
-
-    requests: int
-    """The number of requests that were compared."""
-    different_tokens: int
-    """The number of compared requests that have other tokens."""
-    different_bits: int
-    """The number of compared requests that have other tokens, or other bits in a log probability."""
-    tokens_only: int = 0
-    """The number of compared requests that have no log probabilities to compare."""
-    not_compared: tuple[int, ...] = ()
-    """The indices of requests that are missing or failed in a run, or have log probabilities in only one of them."""
-
-    @property
-    def rate(self) -> float | None:
-        """The share of the compared requests that differ; None if no request was compared."""
-        return self.different_bits / self.requests if self.requests else None
+def mismatch_rate(row: Mapping[str, Any]) -> float | None:
+    """Return the share of the compared requests that differ; None if no request was compared."""
+    return row["different_bits"] / row["requests"] if row["requests"] else None
 
 
 def write(path: Path, result: Json) -> None:
@@ -165,13 +149,13 @@ class Results:
         """Return all concurrencies of a workload, the smallest first; 0 means that none was set."""
         return sorted({_concurrency(run) for run in self.runs if run["workload"] == workload})
 
-    def mismatch(self, system: str, workload: str | None = None) -> Mismatch | None:
-        """Return the result of running requests again, for one workload or all; None if that was not done."""
-        sums = dict.fromkeys(("requests", "different_tokens", "different_bits", "tokens_only"), 0)
+    def mismatch(self, system: str, workload: str | None = None) -> dict[str, int] | None:
+        """Return how many requests ran again and how many had other bits, for one workload or all; None if none did."""
+        sums = dict.fromkeys(("requests", "different_bits"), 0)
         for row in self.mismatches:
             if row["system"] == system and workload in {None, row["workload"]}:
                 sums = {key: count + whole(row, key) for key, count in sums.items()}
-        return Mismatch(**sums) if sums["requests"] else None  # type: ignore[arg-type]
+        return sums if sums["requests"] else None
 
     def gpus(self, system: str) -> int:
         """Return the number of all GPUs of a system; 0 if it has none, or if the files do not say."""

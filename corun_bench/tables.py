@@ -300,7 +300,8 @@ def _bits(results: Results, system: str, workload: str | None = None) -> Cell:
     found = results.mismatch(system, workload)
     if found is None:
         return Cell("not run again", "dim")
-    return Cell(f"{found.different_bits} of {found.requests}", "bad" if found.different_bits else "good")
+    different = found["different_bits"]
+    return Cell(f"{different} of {found['requests']}", "bad" if different else "good")
 
 
 def _failed(rows: Sequence[Json]) -> Cell:
