@@ -25,6 +25,7 @@ _END_S = 10.0
 """The time in seconds that a process has to end once it has drained."""
 _LATE_S = 20.0
 """The extra time in seconds, after the grace time, before a process that does not end is given up."""
+_WAITING = ProcessStatus(state=ProcessState.WAITING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class _Placed:
 
     actor: Any
     order: Order
-    status: ProcessStatus
+    status: ProcessStatus = _WAITING
     """The last known status of the process."""
     group: Group | None = None
     host: str = ""
@@ -168,7 +169,7 @@ class Fleet:
 
     def _place(self, order: Order, placement: Mapping[str, Any], **facts: Any) -> None:
         actor = runtime.api().remote(_Actor).options(num_cpus=0, max_restarts=-1, **placement).remote(order)
-        self._placed[order.member] = _Placed(actor, order, _waiting(order.member), **facts)
+        self._placed[order.member] = _Placed(actor, order, **facts)
 
     def stop(self, members: Iterable[ProcessSpec]) -> None:
         """Ask processes to end; asking again kills them. `forget_ended` notices when they have ended."""
@@ -201,14 +202,14 @@ class Fleet:
         questions = [placed.question for placed in asked.values()]
         if questions:
             answered, _ = runtime.api().wait(questions, num_returns=len(questions), timeout=STATUS_TIMEOUT_S)
-            for member, placed in asked.items():
+            for placed in asked.values():
                 if placed.question in answered:
-                    placed.status, placed.question = _answer(member, placed.question), None
+                    placed.status, placed.question = _answer(placed.question), None
                 # If the supervisor gave the process up, the status counts deaths. If it died itself, there are none.
                 is_dead = placed.status.state is ProcessState.FAILED and not placed.status.deaths
                 placed.is_lost = is_dead and placed.node_id not in ("", *runtime.living())
                 if placed.is_lost:
-                    placed.status = replace(_waiting(member), detail=f"its machine, {placed.host}, is gone")
+                    placed.status = replace(_WAITING, detail=f"its machine, {placed.host}, is gone")
                 elif placed.group is not None and _is_waiting(placed.status):
                     placed.status = replace(placed.status, detail=_why(placed.group))
         return {member: placed.status for member, placed in asked.items()}
@@ -219,18 +220,14 @@ def _is_waiting(status: ProcessStatus) -> bool:
     return status.state is ProcessState.WAITING and not status.deaths
 
 
-def _waiting(member: ProcessSpec) -> ProcessStatus:
-    return ProcessStatus(name=member.name, state=ProcessState.WAITING)
-
-
-def _answer(member: ProcessSpec, question: Any) -> ProcessStatus:
+def _answer(question: Any) -> ProcessStatus:
     errors = runtime.api().exceptions
     try:
         status: ProcessStatus = runtime.api().get(question)
     except (errors.ActorDiedError, errors.ActorUnschedulableError) as error:
-        return ProcessStatus(name=member.name, state=ProcessState.FAILED, detail=f"its supervisor died: {error}")
+        return ProcessStatus(state=ProcessState.FAILED, detail=f"its supervisor died: {error}")
     except errors.RayActorError:
-        return _waiting(member)  # Ray starts the actor again, on this or another machine.
+        return _WAITING  # Ray starts the actor again, on this or another machine.
     return status
 
 

@@ -48,7 +48,6 @@ class ProcessState(enum.Enum):
 class ProcessStatus:
     """A snapshot of a supervised process."""
 
-    name: str
     state: ProcessState
     pid: int = 0
     """The pid of the guard, which is the root of the process tree; 0 while there is none."""
@@ -86,7 +85,7 @@ class Supervisor:
         self._stages = stages.Reader(log)
         self._env = dict(os.environ if env is None else env)
         self._lock = threading.Lock()
-        self._status = ProcessStatus(name=name, state=ProcessState.WAITING)
+        self._status = ProcessStatus(state=ProcessState.WAITING)
         self._stopping = threading.Event()
         self._is_killed = False  # Whether `kill` ended the current process.
         self._process: subprocess.Popen[bytes] | None = None

@@ -160,7 +160,7 @@ PAIR, PAIR_AND_TWO_SIDES = (1, 2), (1, 1, 1)
 )
 def test_what_a_cluster_does_not_survive(want: tuple[int, ...], failed: str, is_ready: bool, fatal: str) -> None:
     statuses = {
-        m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
+        m: ProcessStatus(state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
         for m in wanted(*want)
     }
     found = failure(wanted(*want), statuses, ["main"] if is_ready else [])
@@ -186,7 +186,7 @@ def test_a_node_that_cannot_start_ends_a_change(capsys: pytest.CaptureFixture[st
     tested = cluster(spec(), Recorder(wanted(1, 2)), {"prefill-0", "decode-0"})
     tested._scale(spec().scaled("", {"decode": 2}))
     *_, new = wanted(1, 2)
-    failed = ProcessStatus(name=new.name, state=ProcessState.FAILED, detail="exit code 2")
+    failed = ProcessStatus(state=ProcessState.FAILED, detail="exit code 2")
     assert tested._scale_status({new: failed}).failed == {new: "exit code 2\nlogs in logs"}
     assert told(capsys)[-1] == "scaled decode 1 → 2, without decode-1"
 
@@ -197,7 +197,7 @@ PREFILL = wanted()[1]
 def life(pid: int, deaths: int = 0) -> ProcessStatus:
     """Return the status of a prefill node; pid 0: it waits for its next start."""
     state = ProcessState.RUNNING if pid else ProcessState.WAITING
-    return ProcessStatus(name="prefill-0", state=state, pid=pid, deaths=deaths, detail="exit code 1" if deaths else "")
+    return ProcessStatus(state=state, pid=pid, deaths=deaths, detail="exit code 1" if deaths else "")
 
 
 RUNS, DEAD, AGAIN = life(7), life(0, 1), life(8, 1)
@@ -318,7 +318,7 @@ def test_a_signal_interrupts_a_start_and_ends_what_is_ready(
 
 def test_a_gateway_that_fails_ends_a_cluster_only_before_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     tested = cluster(spec())
-    failed = ProcessStatus(name="gateway", state=ProcessState.FAILED, detail="exit code 1 after 0 s")
+    failed = ProcessStatus(state=ProcessState.FAILED, detail="exit code 1 after 0 s")
     gateway: Any = SimpleNamespace(status=lambda: failed)
     tested._gateways, pool = {"gateway": gateway}, tested._pools["main"]
     pool.gateway = "gateway"

@@ -92,7 +92,7 @@ def order(member: ProcessSpec, gpus: float = 0.0) -> Order:
 
 
 def status(state: ProcessState) -> ProcessStatus:
-    return ProcessStatus(name="x", state=state)
+    return ProcessStatus(state=state)
 
 
 def test_a_router_starts_again_on_a_host_that_came_back_at_once(ray: Ray) -> None:
