@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from corun.chat import OWN, ChatTemplate
 from corun.errors import InvalidArgumentError, Shown
@@ -107,14 +107,6 @@ class Chat:
         return prompt
 
 
-class Rendered(NamedTuple):
-    """A chat as the template has rendered it."""
-
-    text: str
-    style: CallStyle | None
-    """How calls are written; None if none are to be read."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """A request for the answer to a chat."""
@@ -127,9 +119,11 @@ class ChatRequest:
     use: ToolUse | None = None
     """The tools that the answer may call; None: no calls are read."""
 
-    def render(self, source: TemplateSource, max_bytes: int) -> Rendered:
-        """Return the prompt, and how calls are written. Raises InvalidArgumentError as `Chat.render` does, and if the
-        template writes calls in no way that is read here."""
+    def render(self, source: TemplateSource, max_bytes: int) -> tuple[str, CallStyle | None]:
+        """Return the prompt, and how calls are written; None if none are to be read.
+
+        Raises InvalidArgumentError as `Chat.render` does, and if the template writes calls in no way that is read here.
+        """
         text = self.chat.render(source, max_bytes)
         style = call_style(_compiled(source, max_bytes)) if self.use else None
         if self.use and style is None:
@@ -138,7 +132,7 @@ class ChatRequest:
                 "between tags or alone, which is what is read here"
             )
             raise InvalidArgumentError("tools", Shown(f"{len(self.use.functions)} tools"), limit)
-        return Rendered(text, style)
+        return text, style
 
     def with_prompt(
         self, prompt: Sequence[int], style: CallStyle | None, max_model_len: int, chat_max_tokens: int

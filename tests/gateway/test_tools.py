@@ -206,7 +206,7 @@ def test_a_model_that_writes_no_calls_takes_no_tools(template: str) -> None:
 def test_a_template_that_takes_no_tools_gets_none_where_none_may_be_called() -> None:
     def rendered(**fields: Any) -> str:
         read = read_chat_request(json.dumps({"messages": MESSAGES, **fields}).encode())
-        return read.render(TemplateSource(source="{{ messages }}"), 10**6).text
+        return read.render(TemplateSource(source="{{ messages }}"), 10**6)[0]
 
     assert rendered(tools=TOOLS, tool_choice="none") == rendered()
     with pytest.raises(InvalidArgumentError, match=r"^tools = \[\{.*: must be null"):
