@@ -146,72 +146,56 @@ async def _stream(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Ev
     await server.stop(0.0)
 
 
-class FakeNode:
-    """A node's services around fake engines: one, or the two of a colocated node, which a router knows as two nodes."""
-
-    def __init__(self, options: FakeNodeOptions, engine: StepEngine) -> None:
-        self.server = GrpcServer()
-        self._options = options
-        self._kv_blocks = options.slots * MAX_MODEL_LEN // BLOCK_SIZE
-        self._generation = new_generation()
-        self._infos: list[tuple[NodeInfo, Callable[[], Awaitable[NodeLoad]]]] = []
-        samples = self._add_decode(engine) if options.role != "prefill" else None
-        if options.role != "decode":
-            self._add_prefill(samples)
-
-    def agents(self) -> list[NodeAgent]:
-        """Return what keeps each service registered. The server must have started."""
-        routers, address = tuple(self._options.routers), self.server.address
-        return [NodeAgent(replace(info, address=address), routers, load) for info, load in self._infos]
-
-    def _add_decode(self, engine: StepEngine) -> DecodeService:
-        info = self._info(self._contract(NodeRole.DECODE))
-        table = SlotTable(slots=info.slots, kv_blocks=self._kv_blocks, block_size=BLOCK_SIZE)
-        service = DecodeService(info.ref, engine, table, lease_ttl_ms=60_000)
-        engine.on_step, engine.on_read = service.on_step, service.on_read
-        self.server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, service)
-        self._infos.append((info, service.load))
-        return service
-
-    def _add_prefill(self, samples: DecodeService | None) -> None:
-        model = self._contract(NodeRole.PREFILL)
-        info = self._info(model)
-        engine = FakePrefillEngine(model, FakeKv(), Facts(), info.ref, info.engine_id)
-        engine.kv_ttl_s = 0.0  # No engine of this benchmark reads KV.
-        service = PrefillService(info.ref, engine, kv_tokens=self._kv_blocks * BLOCK_SIZE, samples=samples)
-        self.server.add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, service)
-        self._infos.append((replace(info, nixl=engine.endpoint), service.load))
-
-    def _contract(self, role: NodeRole) -> Contract:
-        return contract(role, self._options.model, slots=self._options.slots, max_model_len=MAX_MODEL_LEN)
-
-    def _info(self, model: Contract) -> NodeInfo:
-        options, role = self._options, model.role
-        return NodeInfo(
-            ref=NodeRef(node_id=f"fake-{role.value}-{options.index}", generation=self._generation),
-            role=role,
-            address="",  # It is known when the server has started.
-            contract_json=model.canonical_json(),
-            kv_blocks=self._kv_blocks,
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            vocab_size=FIRST_TOKEN + NUM_TOKENS,
-            model=options.model,
-            slots=options.slots if role is NodeRole.DECODE else 0,
-            engine_id=f"fake-engine-{options.role}-{options.index}",
-        )
-
-
 async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Event) -> None:
-    node = FakeNode(options, engine)
-    await node.server.start()
-    memberships = [asyncio.ensure_future(agent.run()) for agent in node.agents()]
+    """Serve a node's services around fake engines: one, or the two of a colocated node, which a router knows as two."""
+    server, generation = GrpcServer(), new_generation()
+    nodes: list[tuple[NodeInfo, Callable[[], Awaitable[NodeLoad]]]] = []
+    samples: DecodeService | None = None
+    if options.role != "prefill":
+        info = _info(options, _contract(options, NodeRole.DECODE), generation)
+        table = SlotTable(slots=info.slots, kv_blocks=info.kv_blocks, block_size=BLOCK_SIZE)
+        samples = DecodeService(info.ref, engine, table, lease_ttl_ms=60_000)
+        engine.on_step, engine.on_read = samples.on_step, samples.on_read
+        server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, samples)
+        nodes.append((info, samples.load))
+    if options.role != "decode":
+        model = _contract(options, NodeRole.PREFILL)
+        info = _info(options, model, generation)
+        prefill = FakePrefillEngine(model, FakeKv(), Facts(), info.ref, info.engine_id)
+        prefill.kv_ttl_s = 0.0  # No engine of this benchmark reads KV.
+        service = PrefillService(info.ref, prefill, kv_tokens=info.kv_blocks * BLOCK_SIZE, samples=samples)
+        server.add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, service)
+        nodes.append((replace(info, nixl=prefill.endpoint), service.load))
+    await server.start()
+    agents = [NodeAgent(replace(info, address=server.address), (*options.routers,), load) for info, load in nodes]
+    memberships = [asyncio.ensure_future(agent.run()) for agent in agents]
     try:
         await stop.wait()
     finally:
         for membership in memberships:
             membership.cancel()
-        await node.server.stop(0.0)
+        await server.stop(0.0)
+
+
+def _contract(options: FakeNodeOptions, role: NodeRole) -> Contract:
+    return contract(role, options.model, slots=options.slots, max_model_len=MAX_MODEL_LEN)
+
+
+def _info(options: FakeNodeOptions, model: Contract, generation: str) -> NodeInfo:
+    role = model.role
+    return NodeInfo(
+        ref=NodeRef(node_id=f"fake-{role.value}-{options.index}", generation=generation),
+        role=role,
+        address="",  # It is known when the server has started.
+        contract_json=model.canonical_json(),
+        kv_blocks=options.slots * MAX_MODEL_LEN // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=FIRST_TOKEN + NUM_TOKENS,
+        model=options.model,
+        slots=options.slots if role is NodeRole.DECODE else 0,
+        engine_id=f"fake-engine-{options.role}-{options.index}",
+    )
 
 
 def main() -> None:
