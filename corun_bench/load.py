@@ -16,15 +16,15 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from corun.errors import CorunError, UnavailableError
 from corun_bench.client import ClusterTarget, StreamTarget
 from corun_bench.driver import Outcome, Request
-from corun_bench.options import CapacityOptions, plain
+from corun_bench.options import CapacityOptions
 
 CONNECT_S = 60.0
 CONNECTION_SAMPLES = 512
@@ -42,23 +42,6 @@ model."""
 _TICK_S, _TICKS = 1e-5, 2**24
 """The unit of the times in log probabilities, in seconds; and their number until the times begin again, after 168 s: up
 to there, fp32 is exact."""
-
-
-@dataclass(kw_only=True, slots=True)
-class LoadResults:
-    """The results of all samples."""
-
-    calls: int = 0
-    tokens: int = 0
-    messages: int = 0
-    errors: list[str] = field(default_factory=list)
-    """A text for each sample that did not give all it should."""
-    first: list[tuple[float, float]] = field(default_factory=list)
-    """For each sample: when it was requested, and when its first token came."""
-    times: list[tuple[float, float]] = field(default_factory=list)
-    """For each token: when it came, and how long it was on the way."""
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """For each token but a sample's first: when it came, and how long after the one before."""
 
 
 def time_code(at: float) -> float:
@@ -88,8 +71,14 @@ class Load:
         self._method = method
         self._addresses = [*addresses] * -(-self._concurrency // (CONNECTION_SAMPLES * len(addresses)))
 
-    async def run(self, stop: asyncio.Event) -> LoadResults:
-        """Run until `stop` is set, then wait for the samples in flight. Raises UnavailableError if they do not end."""
+    async def run(self, stop: asyncio.Event) -> dict[str, Any]:
+        """Run until `stop` is set, then wait for the samples in flight. Return plain values for JSON:
+
+        {"calls", "tokens", "messages", "errors": [what is wrong with a sample], "first": [(when a sample was requested,
+         when its first token came)], "times": [(when a token came, how long it was on the way)],
+         "gaps": [(when a token came, how long after the one before)]}
+        Raises UnavailableError if samples do not end.
+        """
         targets = [
             StreamTarget(address, self._method) if self._method else ClusterTarget(address)
             for address in self._addresses
@@ -110,9 +99,7 @@ class Load:
             await asyncio.gather(*(one.aclose() for one in targets))
         for target in targets:
             target.settle()
-        results = LoadResults(calls=len(self.samples))
-        results.errors = [error for sample in self.samples if (error := _read(sample, results))]
-        return results
+        return read(self.samples)
 
     async def _work(self, place: int, target: ClusterTarget, stop: asyncio.Event) -> None:
         await asyncio.sleep(self._setup.ramp_s * place / self._concurrency)
@@ -132,17 +119,26 @@ class Load:
             outcome.error = str(error)
 
 
-def _read(outcome: Outcome, results: LoadResults) -> str:
-    """Add the outcome of a sample to the results; return what is wrong with it, or an empty text."""
-    results.messages += len(outcome.arrivals)
-    results.tokens += len(outcome.token_ids)
-    results.first += [(outcome.sent_s, at) for at, _ in outcome.arrivals[:1]]
-    codes = iter(outcome.logprobs)
-    for at, count in outcome.arrivals:
-        for code in itertools.islice(codes, count):
-            results.times.append((at, age_s(code, at)))
-    came = [at for at, count in outcome.arrivals for _ in range(count)]
-    results.gaps += [(at, at - before) for before, at in itertools.pairwise(came)]
+def read(samples: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the results of samples, as `Load.run` does."""
+    came = [[at for at, count in sample.arrivals for _ in range(count)] for sample in samples]
+    return {
+        "calls": len(samples),
+        "tokens": sum(len(sample.token_ids) for sample in samples),
+        "messages": sum(len(sample.arrivals) for sample in samples),
+        "errors": [error for sample in samples if (error := _wrong(sample))],
+        "first": [(sample.sent_s, at) for sample in samples for at, _ in sample.arrivals[:1]],
+        "times": [
+            (at, age_s(code, at))
+            for sample, times in zip(samples, came, strict=True)
+            for at, code in zip(times, sample.logprobs, strict=False)
+        ],
+        "gaps": [(at, at - before) for times in came for before, at in itertools.pairwise(times)],
+    }
+
+
+def _wrong(outcome: Outcome) -> str:
+    """Return what is wrong with a sample, or an empty text."""
     if len(outcome.token_ids) != (wanted := outcome.request.max_tokens):
         return f"{len(outcome.token_ids)} of {wanted} tokens came; {outcome.error}"
     if any((after - before) % NUM_TOKENS != 1 for before, after in itertools.pairwise(outcome.token_ids)):
@@ -150,7 +146,7 @@ def _read(outcome: Outcome, results: LoadResults) -> str:
     return outcome.error
 
 
-async def _until_input_ends(load: Load) -> LoadResults:
+async def _until_input_ends(load: Load) -> dict[str, Any]:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, stop.set)
     try:
@@ -168,7 +164,7 @@ def main() -> None:
         results = asyncio.run(_until_input_ends(load))
     except UnavailableError as error:
         sys.exit(str(error))
-    path.write_text(json.dumps(plain(results, LoadResults)))
+    path.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

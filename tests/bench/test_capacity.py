@@ -18,7 +18,7 @@ from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
 from corun_bench.driver import Outcome, Request
 from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
-from corun_bench.load import Load, LoadResults, _read, age_s, time_code
+from corun_bench.load import Load, age_s, read, time_code
 from corun_bench.options import CapacityOptions
 from decode_node.service import StepRow
 
@@ -131,10 +131,10 @@ async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:
     finally:
         ticking.cancel()
         await server.stop(0.0)
-    assert len(results.errors) == results.calls > 4
-    assert "7 of 8 tokens came" in results.errors[-1]
-    assert results.tokens == 1 + 3 + 5 + 7 + 7 * (results.calls - 4) == len(results.times)
-    assert all(0 <= age < 5 for _, age in results.times)
+    assert len(results["errors"]) == results["calls"] > 4
+    assert "7 of 8 tokens came" in results["errors"][-1]
+    assert results["tokens"] == 1 + 3 + 5 + 7 + 7 * (results["calls"] - 4) == len(results["times"])
+    assert all(0 <= age < 5 for _, age in results["times"])
 
 
 async def test_samples_that_do_not_end_are_an_error_that_says_why(
@@ -161,7 +161,7 @@ def test_a_token_says_when_it_was_emitted_in_bits_that_fp32_keeps() -> None:
         assert age_s(code, at + 150.0) == pytest.approx(150.0, abs=2e-5)
     request = Request(index=0, prompt_token_ids=(1,), max_tokens=2, seed=0)
     skipped = Outcome(request=request, arrivals=[(0.0, 2)], token_ids=[1, 3], logprobs=[-1.0, -2.0])
-    assert _read(skipped, LoadResults()) == "its tokens are not of one step after the other"
+    assert read([skipped])["errors"] == ["its tokens are not of one step after the other"]
 
 
 def test_quantiles_are_of_what_came() -> None:
