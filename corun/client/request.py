@@ -204,14 +204,12 @@ def checked_scores(request: pb.ScoreRequest, response: pb.ScoreResponse) -> Scor
 class _Received:
     """The part of one sample that a client has received."""
 
-    def __init__(self, index: int, params_digest: str, *, with_token_texts: bool, top_logprobs: int = 0) -> None:
-        """Begin with nothing. top_logprobs: how many alternatives the caller wants beside each token."""
+    def __init__(self, index: int, params: SamplingParams, params_digest: str) -> None:
+        """Begin with nothing. params: the caller's, with their digest."""
         self.done = False
-        self._top_logprobs = top_logprobs
-        self._params_digest = params_digest
+        self._params, self._params_digest = params, params_digest
         self._index = index
         self._name = f"sample {index}"
-        self._with_token_texts = with_token_texts
         self._seed: int | None = None
         self._digest = OutputDigest()
         self._text_bytes = 0
@@ -242,7 +240,7 @@ class _Received:
             raise DataLossError(f"{self._name} began with seed {self._seed} and went on with {chunk.seed}")
         if len(chunk.logprobs) != count:
             raise DataLossError(f"{self._name} came with {len(chunk.logprobs)} log probabilities for {count} tokens")
-        if self._with_token_texts and len(chunk.token_texts) != count:
+        if self._params.logprobs and len(chunk.token_texts) != count:
             raise DataLossError(f"{self._name} came with {len(chunk.token_texts)} texts for {count} tokens")
         self._check_alternatives(chunk)
         self._seed = chunk.seed
@@ -256,7 +254,7 @@ class _Received:
     def _check_alternatives(self, chunk: Chunk) -> None:
         """Raise DataLossError unless each token has its alternatives: a router or node of an older version sends none.
         A token that is among them has its own log probability there."""
-        most = self._top_logprobs
+        most = self._params.top_logprobs
         if not most:
             return
         if len(chunk.top_logprobs) != len(chunk.token_ids):
@@ -296,11 +294,8 @@ class Resumption:
         self._prepared = prepared
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
-        self._logprobs = prepared.params.logprobs
-        params = prepared.params
-        digest = params.digest()
-        wanted: dict[str, Any] = {"with_token_texts": self._logprobs, "top_logprobs": params.top_logprobs}
-        self._samples = [_Received(index, digest, **wanted) for index in range(params.n)]
+        params, digest = prepared.params, prepared.params.digest()
+        self._samples = [_Received(index, params, digest) for index in range(params.n)]
         self._prompt = tuple(prepared.token_ids)
         self._prompt_digest = prompt_digest(self._prompt)
         self._fingerprint = ""
@@ -341,7 +336,7 @@ class Resumption:
             raise DataLossError("the request went on from another prompt")
         told = replace(
             chunk,
-            logprobs=chunk.logprobs if self._logprobs else (),
+            logprobs=chunk.logprobs if self._prepared.params.logprobs else (),
             prompt_token_ids=() if self._prompt else prompt,
             fingerprint="" if known else fingerprint,
         )
