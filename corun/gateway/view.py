@@ -120,15 +120,15 @@ class Card:
 class View:
     """All that the page shows."""
 
-    model: str
-    fingerprint: str
-    router: str
+    model: str = ""
+    fingerprint: str = ""
+    router: str = ""
     state: str
     colour: str
     alerts: tuple[tuple[str, str], ...]
     """What somebody should look at, each with its colour: "bad" or "warn"."""
-    figures: tuple[Figure, ...]
-    cards: tuple[Card, ...]
+    figures: tuple[Figure, ...] = ()
+    cards: tuple[Card, ...] = ()
 
     series = SERIES
 
@@ -163,16 +163,7 @@ class View:
 
 def waiting(why: str, colour: str = "warn") -> View:
     """Return the view while nothing is known of the cluster. why: what is waited for, or went wrong."""
-    return View(
-        model="",
-        fingerprint="",
-        router="",
-        state="no answer yet",
-        colour=colour,
-        alerts=((colour, why),),
-        figures=(),
-        cards=(),
-    )
+    return View(state="no answer yet", colour=colour, alerts=((colour, why),))
 
 
 def view_of(history: History) -> View:
@@ -188,7 +179,7 @@ def view_of(history: History) -> View:
         colour=colour,
         alerts=tuple(_alerts(status)),
         figures=tuple(_figures(history)),
-        cards=tuple(_cards(status)),
+        cards=tuple(_card(each, colocated=len(sides) > 1) for sides in status.engines for each in sides),
     )
 
 
@@ -275,12 +266,6 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
         left -= count
         lower = bound
     return lower
-
-
-def _cards(status: ClusterStatus) -> Iterator[Card]:
-    for sides in status.engines:
-        for each in sides:
-            yield _card(each, colocated=len(sides) > 1)
 
 
 def _card(status: NodeStatus, *, colocated: bool) -> Card:
