@@ -58,7 +58,8 @@ class Generations(list[Generation]):
         columns = self.columns()
         for name in ("prompt_token_ids", "token_ids", "logprobs"):
             columns[name] = [numpy.asarray(each) for each in columns[name]]
-        return pandas.DataFrame({name: pandas.Series(values, dtype=_dtype(name)) for name, values in columns.items()})
+        types = {name: kind if kind == "int64" else "object" for name, kind in _ARROW_TYPES.items()}
+        return pandas.DataFrame({name: pandas.Series(columns[name], dtype=kind) for name, kind in types.items()})
 
     def to_arrow(self) -> Any:
         """Return the columns as a pyarrow.Table. Token ids are lists of uint32, log probabilities lists of float32.
@@ -94,10 +95,6 @@ _ARROW_TYPES = {
 def _arrow_type(arrow: Any, kind: str) -> Any:
     base = getattr(arrow, kind.removeprefix("list "))()
     return arrow.list_(base) if kind.startswith("list ") else base
-
-
-def _dtype(name: str) -> str:
-    return _ARROW_TYPES[name] if _ARROW_TYPES[name] == "int64" else "object"
 
 
 def _columns(index: int, done: Generation, sample: Sample) -> dict[str, Any]:
@@ -165,7 +162,7 @@ class KeptResults:
         self._check_contract(done.receipt.fingerprint)
         self._file.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
         self._file.flush()
-        return _without_texts(done)
+        return replace(done, samples=tuple(replace(sample, token_texts=()) for sample in done.samples))
 
     def _check_contract(self, found: str) -> None:
         self._fingerprint = self._fingerprint or found
@@ -204,7 +201,3 @@ def _sample(index: int, values: dict[str, Any]) -> Sample:
         receipt=Receipt.from_dict(values["receipt"]),
         top_logprobs=tuple(map(tops_from_dict, values.get("top_logprobs", ()))),
     )
-
-
-def _without_texts(done: Generation) -> Generation:
-    return replace(done, samples=tuple(replace(sample, token_texts=()) for sample in done.samples))
