@@ -33,9 +33,9 @@ from corun_bench.client import OpenAiTarget
 from corun_bench.driver import Run, Workload, drive
 from corun_bench.engines import IndependentEngines, PlainProxy
 from corun_bench.nodes import has_gpu
-from corun_bench.options import RESULT, BenchOptions, output_directory
+from corun_bench.options import RESULT, BenchOptions, output_directory, plain
 from corun_bench.running import RunningSystem, foreign, up
-from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
+from corun_bench.systems import TEMPERATURE, Machine, SharedOptions, System, parse_systems
 
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
 """The tokens of the single request of a padding sweep."""
@@ -86,12 +86,12 @@ def _machine(options: BenchOptions) -> Machine:
         limit = f"must be a multiple of tensor_parallel_size, {options.tensor_parallel_size}"
         raise InvalidArgumentError("gpus", list(options.gpus), limit)
     model = resolve_model(options.model)
-    return Machine.of(
-        options,
-        model=model,
-        cores=() if options.gpus else tuple(sorted(os.sched_getaffinity(0))),
-        max_model_len=min(options.max_model_len, int(conditions.model_config(model)["max_position_embeddings"])),
-    )
+    own = {
+        "model": model,
+        "cores": () if options.gpus else tuple(sorted(os.sched_getaffinity(0))),
+        "max_model_len": min(options.max_model_len, int(conditions.model_config(model)["max_position_embeddings"])),
+    }
+    return Machine(**plain(options, SharedOptions) | own)
 
 
 async def _to_its_end(benchmark: Benchmark) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from corun.errors import InvalidArgumentError
@@ -72,11 +72,6 @@ class Machine(SharedOptions):
 
     cores: tuple[int, ...] = ()
     """The cores of the CPU, if it computes; else empty."""
-
-    @classmethod
-    def of(cls, options: SharedOptions, **own: Any) -> Machine:
-        """Return the machine of some options. own: the fields that are not as the options have them."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(SharedOptions)} | own)
 
     @property
     def num_devices(self) -> int:
