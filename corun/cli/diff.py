@@ -13,7 +13,7 @@ from rich.console import Console
 
 from corun.cli.fingerprint import contracts_beside, differing, of_file
 from corun.errors import InvalidArgumentError
-from corun.records.differences import parting
+from corun.records.reproduction import parting
 from corun.records.rows import read_results, to_line
 from corun.records.verification import cases_from_row
 

@@ -16,7 +16,7 @@ from corun.client.progress import ProgressBar
 from corun.completion import Sample
 from corun.errors import InvalidArgumentError
 from corun.receipt import alternatives_digest, text_digest
-from corun.records.differences import parting
+from corun.records.reproduction import parting
 from corun.records.rows import read_results, to_line
 from corun.records.verification import NamedCase, case_from_reproduction, cases_from_row
 

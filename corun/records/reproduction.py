@@ -1,7 +1,8 @@
-"""Reproduction files: two runs of one sample that differ and should be equal, with all that is needed to run it again.
+"""Two runs of one sample that differ and should be equal: where they part, and the files of those that audits found.
 
-The file is one line of JSON: a result row of `corun batch` together with what the audit found. So `corun verify` can
-read it. It holds the sample's prompt. This module must not know how samples are run.
+A reproduction file has all that is needed to run the sample again. It is one line of JSON: a result row of
+`corun batch` together with what the audit found. So `corun verify` can read it. It holds the sample's prompt. This
+module must not know how samples are run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,23 @@ MAX_FILES = 100
 def logprob_bits(logprob: float) -> str:
     """Return an fp32 log probability as 8 hex digits, sign bit first."""
     return struct.pack(">f", logprob).hex()
+
+
+def parting(first: tuple[Sequence[int], Sequence[float]], second: tuple[Sequence[int], Sequence[float]]) -> str:
+    """Return in words where two outputs part, each its token ids and log probabilities. Empty: nowhere.
+
+    Log probabilities count where both outputs have them: bits are compared, so -0.0 is not 0.0.
+    """
+    with_logprobs = bool(first[1]) and bool(second[1])
+    pairs = zip_longest(_drawn(*first, with_logprobs), _drawn(*second, with_logprobs), fillvalue="the end")
+    return next((f"token {at}: {one} and {other}" for at, (one, other) in enumerate(pairs) if one != other), "")
+
+
+def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], with_logprobs: bool) -> list[str]:
+    if not with_logprobs:
+        return list(map(str, token_ids))
+    drawn = zip(token_ids, logprobs, strict=True)
+    return [f"{token_id} (logprob {logprob_bits(logprob)})" for token_id, logprob in drawn]
 
 
 def reproduction_row(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from corun.cli import main
-from corun.records.differences import parting
+from corun.records.reproduction import parting
 from corun.types import NodeRole
 from tests.corun import fake_router
 from tests.corun.cli.conftest import read_rows, write_rows
