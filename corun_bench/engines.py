@@ -146,7 +146,9 @@ class Engine:
                 self._step(value)
             elif kind == "died":
                 self._dead = f"{self.name}: {value}"
-                self._fail(self._dead)
+                for stream in self._streams.values():
+                    if not stream.done.done():
+                        stream.done.set_exception(UnavailableError(self._dead))
             else:
                 self._answers.put_nowait((kind, value))
 
@@ -166,11 +168,6 @@ class Engine:
                     stream.done.set_exception(InternalError(f"{self.name} ended the request: {reason}"))
                 else:
                     stream.done.set_result(transfer)
-
-    def _fail(self, detail: str) -> None:
-        for stream in self._streams.values():
-            if not stream.done.done():
-                stream.done.set_exception(UnavailableError(detail))
 
     async def _answer(self, kind: str, deadline: float) -> Any:
         while time.monotonic() < deadline:
