@@ -107,13 +107,9 @@ class Card:
         """The number of samples of which the client may not know more."""
         return sum(len(sample) == 2 for sample in self.samples)
 
-    def text(self, key: str) -> str:
-        """Return a figure's value; empty if the node does not have it."""
-        return next((one.value for one in self.figures if one.key == key), "")
-
-    def note(self, key: str) -> str:
-        """Return what stands beside a figure's value."""
-        return next((one.note for one in self.figures if one.key == key), "")
+    def figure(self, key: str) -> Figure:
+        """Return a figure; one without a value if the node does not have it."""
+        return next((one for one in self.figures if one.key == key), Figure(key=key, value=""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
