@@ -133,7 +133,7 @@ class Up:
                 ((one.what, one.needs, one.has, Text(one.state, STATE_STYLES[one.state])) for one in found),
             )
         )
-        if failing := preflight.failing(found):
+        if failing := [one.what for one in found if one.state == "fails"]:
             console.print(f"\nit would not start here: {', '.join(failing)}")
         return 1 if failing else 0
 

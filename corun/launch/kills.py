@@ -89,11 +89,7 @@ def refusal(node: str, nodes: Sequence[str], used: Sequence[Collection[str]], le
     if len(nodes) < 2:
         return "there is no second node that decodes, where the streams could go on"
     if missing:
-        return (
-            f"{', '.join(missing)} is not in use yet"
-            if len(missing) == 1
-            else f"{', '.join(missing)} are not in use yet"
-        )
+        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in use yet"
     if left_s > 0:
         return f"a node was killed a moment ago; wait for {left_s:.0f} s"
     if node and node not in nodes:

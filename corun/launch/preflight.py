@@ -250,11 +250,6 @@ def _memory(nodes: Sequence[tuple[PoolSpec, str]], loaded: Mapping[str, int], is
     return len(nodes) * PROCESS_BYTES + (0 if is_on_gpu else in_memory)
 
 
-def failing(found: Sequence[Finding]) -> list[str]:
-    """Return the names of the findings that would make the start fail."""
-    return [one.what for one in found if one.state == "fails"]
-
-
 def _model(pool: PoolSpec, weigh: Callable[[str], Weights]) -> tuple[Finding, int | None]:
     """Return the finding about a pool's model, and the bytes of its weights in the type that they are loaded as; None
     if the model cannot be had."""

@@ -15,7 +15,7 @@ from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.config.extras import VLLM_VERSION
 from corun.errors import UnavailableError
 from corun.launch import preflight
-from corun.launch.preflight import GIB, MIB, Finding, Machine, Weights, failing, lacking_memory, look, weights
+from corun.launch.preflight import GIB, MIB, Finding, Machine, Weights, lacking_memory, look, weights
 
 LAPTOP = Machine(
     engine="cpu", engine_version=VLLM_VERSION, memory=16 * GIB, shared_memory=GIB, cores=2, open_files=1 << 20
@@ -34,7 +34,7 @@ def found(machine: Machine, size: Weights = TINY, wanted: ClusterSpec | None = N
 
 
 def fails(machine: Machine, size: Weights = TINY, wanted: ClusterSpec | None = None) -> list[str]:
-    return failing([*found(machine, size, wanted).values()])
+    return [what for what, one in found(machine, size, wanted).items() if one.state == "fails"]
 
 
 def test_what_models_need() -> None:
@@ -98,7 +98,7 @@ def test_a_pair_on_one_gpu_is_told_of_the_alternative() -> None:
     assert "--colocated 1" in one["GPU in turns"].needs
     assert "GPU in turns" not in {**alone, **found(replace(H200, gpus=(140 * GIB,) * 2), QWEN)}
     assert alone["GPU memory of main"].has == "126.0 GiB a node"
-    assert failing([*alone.values()]) == []
+    assert fails(H200, QWEN, spec(replicas={"colocated": 1})) == []
     assert fails(H200, QWEN, spec(replicas={"colocated": 2})) == ["GPUs"]
 
 
