@@ -215,45 +215,40 @@ def scaling(results: Results) -> Figure | None:
     counts = {workload: values for workload, values in counts.items() if len(values) > 1}
     if not counts:
         return None
-    figure, axes = _panels(len(counts), columns=2, height_in=2.3)
-    known, handles = looks(results.names), dict[str, Artist]()
-    for ax, (workload, values) in zip(axes, counts.items(), strict=True):
-        for name in _serving(results):
-            spreads = {c: spread_of(results.runs_of(workload, name, c), _THROUGHPUT) for c in values}
-            if line := _spread_line(ax, spreads, known[name]):
-                handles[_with_gpus(results, name)] = line
-        ax.set(ylim=(0, None), title=wrap(workload, 40))
+    panels = {
+        workload: {
+            name: {c: spread_of(results.runs_of(workload, name, c), _THROUGHPUT) for c in values}
+            for name in _serving(results)
+        }
+        for workload, values in counts.items()
+    }
+    figure, axes = _curves(results, panels, "requests in flight", "output throughput\n(tokens/s)")
+    for ax, values in zip(axes, counts.values(), strict=True):
+        ax.set_ylim(0, None)
         _log_axis(ax, ax.xaxis, values, base=2)
         _short_numbers(ax.yaxis)
-    figure.supxlabel("requests in flight", fontsize=9)
-    figure.supylabel("output throughput\n(tokens/s)", fontsize=9)
-    _legend(figure, handles)
     return figure
 
 
 def goodput(results: Results) -> Figure | None:
     """Draw the share of good requests against the arrival rate, for workloads that ran at several rates."""
-    curves: dict[str, dict[str, dict[float, Spread]]] = {}
+    cells: dict[str, dict[str, dict[float, Spread]]] = {}
     for workload, name in itertools.product(results.workloads, _serving(results)):
         runs = results.runs_of(workload, name)
         for rate in {number(run, "request_rate") or 0.0 for run in runs} - {0.0}:
             if found := good_share(run for run in runs if number(run, "request_rate") == rate):
-                curves.setdefault(_at_any_rate(workload), {}).setdefault(name, {})[rate] = found
-    rates = {workload: sorted({*itertools.chain(*lines.values())}) for workload, lines in curves.items()}
-    rates = {workload: values for workload, values in rates.items() if len(values) > 1}
-    if not rates:
+                cells.setdefault(_at_any_rate(workload), {}).setdefault(name, {})[rate] = found
+    panels = {
+        workload: {name: dict(sorted(points.items())) for name, points in lines.items()}
+        for workload, lines in cells.items()
+        if len({*itertools.chain(*lines.values())}) > 1
+    }
+    if not panels:
         return None
-    figure, axes = _panels(len(rates), columns=2, height_in=2.3)
-    known, handles = looks(results.names), dict[str, Artist]()
-    for ax, (workload, values) in zip(axes, rates.items(), strict=True):
-        for name, cells in curves[workload].items():
-            if line := _spread_line(ax, {rate: cells.get(rate) for rate in values}, known[name]):
-                handles[_with_gpus(results, name)] = line
-        ax.set(xlim=(0, None), ylim=(0, 1.05), title=wrap(workload, 40))
+    figure, axes = _curves(results, panels, "requests a second", "share of good requests")
+    for ax in axes:
+        ax.set(xlim=(0, None), ylim=(0, 1.05))
         _short_numbers(ax.xaxis)
-    figure.supxlabel("requests a second", fontsize=9)
-    figure.supylabel("share of good requests", fontsize=9)
-    _legend(figure, handles)
     return figure
 
 
@@ -381,6 +376,23 @@ def _bar(
     ax.bar(x, cell.median, width, color=look.colour, edgecolor="white", linewidth=0, hatch=hatch, yerr=whisker)
     # A label must stay clear of its whisker.
     ax.annotate(text, (x, cell.max), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+
+
+def _curves(
+    results: Results, panels: Mapping[str, Mapping[str, Mapping[float, Spread | None]]], x_words: str, y_words: str
+) -> tuple[Figure, list[Axes]]:
+    """Draw a panel for each workload, and in it a line for each system; return the figure and the panels."""
+    figure, axes = _panels(len(panels), columns=2, height_in=2.3)
+    known, handles = looks(results.names), dict[str, Artist]()
+    for ax, (workload, lines) in zip(axes, panels.items(), strict=True):
+        for name, points in lines.items():
+            if line := _spread_line(ax, points, known[name]):
+                handles[_with_gpus(results, name)] = line
+        ax.set_title(wrap(workload, 40))
+    figure.supxlabel(x_words, fontsize=9)
+    figure.supylabel(y_words, fontsize=9)
+    _legend(figure, handles)
+    return figure, axes
 
 
 def _spread_line(ax: Axes, spreads: Mapping[float, Spread | None], look: Look) -> Artist | None:
