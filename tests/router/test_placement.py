@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -567,46 +566,41 @@ def test_prompts_in_flight_keep_a_node_busy_and_no_more(num_tokens: int) -> None
     assert time_of(PrefillRoom(**many), num_tokens, packs=False)[1] == max(4, STEPS_IN_FLIGHT * 4096 // num_tokens) - 1
 
 
-BESIDE_ROWS = 8192 - 256
-"""The most prompt tokens of a colocated node's step."""
+BESIDE_ROWS, CHUNK = 8192 - 256, 2048
+"""The most prompt tokens of a colocated node's step, and those of one prompt in it."""
 
 
-def time_beside_rows(room: PrefillRoom, num_tokens: int) -> float:
-    """Let a router send 400 prompts to a colocated node that always has rows; return the seconds that they take.
+def steps_beside_rows(room: PrefillRoom, num_tokens: int) -> int:
+    """Let a router send 400 prompts to a colocated node that always has rows; return the steps that they take.
 
-    Steps have up to `BESIDE_ROWS` prompt tokens, and prompts are cut anywhere. Each step is chosen when the one before
-    begins. A step lasts 15 ms for its rows, and 1 ms for 45 prompt tokens. What a router hears and sends takes 1 ms.
+    A step is chosen when the one before begins. Then the router hears of the step that has just ended, and what it
+    sends is there when the next one is chosen.
     """
-    now, sent, done, waiting, computed, ending = 0.0, 0, 0, 0, 0, 0
-    arrivals: deque[float] = deque()
-    running, next_tokens, next_ends = 0, 0, 0
-    while done < 400:
+    line: list[int] = []
+    sent = steps = ended = running = 0  # How many prompts end in the last step, and in the one that begins.
+    while sent < 400 or line or running:
+        ending, left = 0, BESIDE_ROWS
+        for place, tokens in enumerate(line):
+            given = min(CHUNK, tokens, left)
+            line[place], left, ending = tokens - given, left - given, ending + (given == tokens)
+        line = [tokens for tokens in line if tokens]
+        for _ in range(ended):
+            room.give(num_tokens)
         while sent < 400 and room.has_room(num_tokens):
             room.take(num_tokens)
-            arrivals.append(now + 0.002)
+            line.append(num_tokens)
             sent += 1
-        running, ending = next_tokens, next_ends
-        while arrivals and arrivals[0] <= now:
-            arrivals.popleft()
-            waiting += num_tokens
-        next_tokens = min(BESIDE_ROWS, waiting)
-        waiting -= next_tokens
-        next_ends = (computed + next_tokens) // num_tokens - computed // num_tokens
-        computed += next_tokens
-        now += 0.015 + running / 45_000
-        done += ending
-        for _ in range(ending):
-            room.give(num_tokens)
-    return now
+        steps, ended, running = steps + 1, running, ending
+    return steps
 
 
-@pytest.mark.parametrize("num_tokens", [128, 512, 2048])
+@pytest.mark.parametrize("num_tokens", [128, 512, 2048, 4096])
 def test_a_colocated_node_has_the_prompts_of_its_next_step_before_the_router_hears_of_the_last(num_tokens: int) -> None:
-    best = time_beside_rows(PrefillRoom(max_in_flight=1000), num_tokens)
-    many = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=STEPS_IN_FLIGHT * BESIDE_ROWS)
-    assert time_beside_rows(many, num_tokens) < 1.02 * best
-    two_steps = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=2 * BESIDE_ROWS)
-    assert time_beside_rows(two_steps, num_tokens) > 1.03 * best
+    best = steps_beside_rows(PrefillRoom(max_in_flight=1000), num_tokens)
+    many = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=STEPS_IN_FLIGHT * 8192)
+    assert steps_beside_rows(many, num_tokens) < 1.02 * best
+    two_steps = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=2 * 8192)
+    assert steps_beside_rows(two_steps, num_tokens) > 1.3 * best
 
 
 @pytest.mark.parametrize(
@@ -626,7 +620,8 @@ def test_a_router_knows_from_a_node_whether_it_packs_and_cuts(
     for _ in range(PREFILLS_IN_FLIGHT):
         room.take(3)
     assert room.has_room(3) is packs
-    assert room.max_tokens == (4 * 9 if packs else 0)
-    assert PrefillNode(replace(told, step_tokens=0), client, 0.0).room.max_tokens == (4 * 4096 if packs else 0)
+    steps = STEPS_IN_FLIGHT if packs else 0
+    assert room.max_tokens == steps * 9
+    assert PrefillNode(replace(told, step_tokens=0), client, 0.0).room.max_tokens == steps * 4096
     assert room.max_beginnings == (64 * 16 // BEGINNING if packs else 0)
     assert room.engine_id == "e"
