@@ -33,13 +33,13 @@ class DecodeMetrics(Metrics):
         self.gauge("kv_blocks", "KV blocks that samples can use").set(table.kv_blocks)
         text = "KV blocks that are reserved for the whole of the leased samples"
         self.gauge("reserved_kv_blocks", text).set_function(lambda: table.used_kv_blocks)
-        self._last_step_at: float | None = None  # None if no sample has run since the last step.
+        self._last_step_at = 0.0  # When the last step came that drew a token.
 
-    def note_step(self, rows: int, used: int, tokens: int, now: float, *, goes_on: bool) -> None:
+    def note_step(self, rows: int, used: int, tokens: int, now: float, *, ran: bool) -> None:
         """Count a step; `now` is on the loop's clock.
 
         rows, used: the numbers of rows that were computed and that drew a token. tokens: the number of tokens for
-        samples that still held their lease. goes_on: whether any of the step's samples continues.
+        samples that still held their lease. ran: whether a sample has had a slot since the last step.
         """
         self.num_steps += 1
         self.tokens.inc(tokens)
@@ -47,9 +47,9 @@ class DecodeMetrics(Metrics):
             self.steps.labels(rows).inc()
             self.rows.inc(rows)
             self.used_rows.inc(used)
-        if self._last_step_at is not None:
-            self.step_seconds.observe(now - self._last_step_at)
-        self._last_step_at = now if goes_on else None
+            if ran:
+                self.step_seconds.observe(now - self._last_step_at)
+            self._last_step_at = now
 
     def show_kv_reads(self, reads: Callable[[], KvReads]) -> None:
         """Show the engine's KV reads, which it counts itself."""

@@ -227,29 +227,27 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
         live: the number of samples that the step computed, if these were more than drew a token.
         """
+        ran = self._table.used_slots > 0
         for row in rows if self._handoffs else ():
             self._note_first(row)
         touched: dict[int, StepStream] = {}
         used = tokens = 0
-        goes_on = False
         for row in rows:
             used += row.token_id is not None
             lease = self._running.get(row.request_id)
             if lease is None:  # released a moment ago
                 continue
             tokens += row.token_id is not None
-            if row.finish is None:
-                goes_on = True
-            elif row.not_finite:
+            if row.not_finite:
                 self._drop(lease)
-            else:
+            elif row.finish is not None:
                 self._end(lease)
             if (stream := self._stream_of(lease)) is not None:
                 stream.add(lease.lease_id, row)
                 touched[id(stream)] = stream
         now = asyncio.get_running_loop().time()
         computed = rows_of_step(max(live, used), self.step_sizes)
-        self.metrics.note_step(computed, used, tokens, now, goes_on=goes_on)
+        self.metrics.note_step(computed, used, tokens, now, ran=ran)
         for stream in touched.values():
             stream.flush()
 

@@ -684,6 +684,27 @@ async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
     found = node.service.metrics
     assert (found.num_steps, found.steps.labels(SLOTS).value, found.steps.labels(2).value) == (4, 2, 1)
     assert (found.rows.value, found.used_rows.value, found.tokens.value) == (2 * SLOTS + 2, 6, 5)
-    # Nothing went on from the second step to the third.
-    assert found.registry.get_sample_value("corun_decode_step_seconds_count") == 1
+    assert found.registry.get_sample_value("corun_decode_step_seconds_count") == 2
     steps.call.cancel()
+
+
+async def test_the_time_between_tokens_is_that_of_samples_that_run(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time in which no sample has a slot is no step, however the last one ended. Nor is the end of a sample that
+    had none."""
+    loop = asyncio.get_running_loop()
+    now = round(loop.time())
+    monkeypatch.setattr(loop, "time", lambda: now)
+    found = node.service.metrics.step_seconds
+    await node.started(2)
+    first, other = node.ids()
+    node.service.on_step([StepRow(first, 1, -1.0)])
+    now += 1
+    node.service.on_step([StepRow(other, None, 0.0, FinishReason.ERROR, "its KV could not be read")])
+    now += 1
+    node.service.on_step([StepRow(first, 1, -1.0)])
+    assert (found.value.sum, sum(found.value.counts)) == (2, 1)
+    await node.release(node.held()[0])
+    now += 30
+    await node.started()
+    node.service.on_step([StepRow(node.ids()[0], 1, -1.0)])
+    assert (found.value.sum, sum(found.value.counts)) == (2, 1)
