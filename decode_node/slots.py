@@ -112,6 +112,7 @@ class SlotTable:
         Raises NoRoomError if every place is held, fewer KV blocks are free than the sample needs, or this router
         already holds its part while another one comes first (`_check_part`).
         """
+        self._waiting = {name: wait for name, wait in self._waiting.items() if now - wait.last < WAIT_S}
         share_key = share_key if self._shares else ""
         blocks = SampleBlocks.of(num_prompt_tokens, max_tokens, self.block_size, share_key)
         need = self._used.needed(blocks)
@@ -139,7 +140,6 @@ class SlotTable:
         then those that have waited longer. If one that comes first waits for a larger sample than its part has room
         for, the others leave it that room, or it would wait for ever.
         """
-        self._waiting = {name: wait for name, wait in self._waiting.items() if now - wait.last < WAIT_S}
         if not self._waiting.keys() - {router_id}:
             return
         held: dict[str, list[int]] = {name: [] for name in (*self._waiting, router_id)}

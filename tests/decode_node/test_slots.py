@@ -209,6 +209,20 @@ def test_who_has_not_asked_for_a_while_waits_no_more() -> None:
     assert node.ask("a")
 
 
+def test_who_comes_back_has_not_waited_meanwhile() -> None:
+    """Also if the node was full all the time, and refused all others for that alone."""
+    node = Node(1)
+    node.fill("a")
+    assert not node.ask("b")
+    for _ in range(4):
+        node.now += WAIT_S - 1.0
+        assert not node.ask("c")
+    assert not node.ask("b")
+    node.end("a")
+    assert not node.ask("b"), "the other has waited longer"
+    assert node.ask("c")
+
+
 def test_two_that_need_more_than_their_part_take_turns() -> None:
     node = Node(8, kv_blocks=10, a=7, b=7)
     assert node.ask("a")
