@@ -31,7 +31,7 @@ from corun.rpc.server import GrpcServer
 from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 
 EXIT_DIED = 1
-"""The engine died, or was stuck for too long."""
+"""The engine died, or was stuck for too long, or a second signal ended the drain."""
 EXIT_QUARANTINED = 3
 """A router said that this generation may have given wrong bits. Only a new process, which tests itself, may be used."""
 NEWS_TIMEOUT_S = 0.5
@@ -334,6 +334,8 @@ async def live_and_leave(
     except CorunError as error:
         log.error("%s", error)
         code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
+    except asyncio.CancelledError:  # A second signal: the node is to stop at once.
+        code = EXIT_DIED
     await tracing.stop()
     scratch.leave()
     logging.shutdown()

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.config.fields import PrefillConfig
-from corun.errors import CorunError, DataLossError, UnavailableError
+from corun.errors import DataLossError, UnavailableError
 from corun.node import kept
 from corun.node import life as life_module
 from corun.node.certificate import Certificate
@@ -238,9 +238,16 @@ async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(None, 0), (UnavailableError("the engine died"), 1), (DataLossError("it gave other bits"), 3)],
+    [
+        (None, 0),
+        (UnavailableError("the engine died"), 1),
+        (DataLossError("it gave other bits"), 3),
+        (asyncio.CancelledError(), 1),
+    ],
 )
-async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exit_codes(error: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal, which cancels the node, ends the process by the same way out."""
+
     async def ended(*_: Any) -> None:
         assert gc.get_freeze_count() > 0, "collections look at all that the engine has loaded"
         if error is not None:
