@@ -255,10 +255,12 @@ class NodeAgent:
         info: what the router knows of the node. If that changes, the router learns it after the news of the heartbeat.
         """
         ref = codec.node_ref_to_proto(info.ref)
-        while True:
-            load = codec.node_load_to_proto(await self._current_load())
-            news, told = self._news, asyncio.ensure_future(self._told.wait())
-            try:
+        told = asyncio.ensure_future(self._told.wait())
+        try:
+            while True:
+                load = codec.node_load_to_proto(await self._current_load(told))
+                told.cancel()
+                news, told = self._news, asyncio.ensure_future(self._told.wait())
                 request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining, stuck=self.stuck)
                 answer = await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
                 self._heard[router.address] = news
@@ -267,23 +269,22 @@ class NodeAgent:
                     info = self.info
                     await self._register(stub, router, info)
                 await asyncio.wait((told,), timeout=interval_s)  # wait_for may lose a cancellation that comes with it.
-            except grpc.RpcError as failure:
-                if isinstance(from_rpc_error(failure), NotFoundError):
-                    return
+        except grpc.RpcError as failure:
+            if not isinstance(from_rpc_error(failure), NotFoundError):
                 raise
-            finally:
-                told.cancel()
+        finally:
+            told.cancel()
 
-    async def _current_load(self) -> NodeLoad:
-        """Return the engine's load; the last known load if the engine is stuck or if news must not wait for it."""
+    async def _current_load(self, told: asyncio.Future[Any]) -> NodeLoad:
+        """Return the engine's load; the last known load if the engine is stuck, or takes longer than until there is
+        news (`told`), which must not wait for it."""
         if not self.stuck:
-            asking, told = asyncio.ensure_future(self._load()), asyncio.ensure_future(self._told.wait())
+            asking = asyncio.ensure_future(self._load())
             try:
                 await asyncio.wait((asking, told), return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     self._last_load = asking.result()
             finally:
-                told.cancel()
                 asking.cancel()
         return self._last_load
 

@@ -140,7 +140,12 @@ async def running(
     async def current() -> NodeLoad:
         return load()
 
-    agent = NodeAgent(INFO, routers, current, access, names)
+    async with joined(NodeAgent(INFO, routers, current, access, names)) as agent:
+        yield agent
+
+
+@contextlib.asynccontextmanager
+async def joined(agent: NodeAgent) -> AsyncIterator[NodeAgent]:
     task = asyncio.create_task(agent.run())
     try:
         yield agent
@@ -249,6 +254,27 @@ async def test_news_travel_at_once_to_the_routers_that_have_the_node() -> None:
             agent.tell()
             assert not await agent.heard(0.1)
             await until(lambda: agent._heard[second.address] == agent._news)
+
+
+async def test_news_do_not_wait_for_the_load_of_an_engine_that_is_busy() -> None:
+    """They come with the last load that is known, also if the engine is asked only after them."""
+    router, asked, is_busy = Router(), 0, False
+    router.interval_ms = 60_000
+
+    async def load() -> NodeLoad:
+        nonlocal asked
+        asked += 1
+        while is_busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        return NodeLoad(tokens=asked)
+
+    async with serving(router) as server, joined(NodeAgent(INFO, [server.address], load)) as agent:
+        await until(lambda: len(router.beats) == 1)
+        is_busy = agent.draining = True
+        for _ in range(2):
+            agent.tell()
+            assert await agent.heard(1.0)
+    assert [(beat.draining, beat.load.tokens) for beat in router.beats] == [(False, 1), (True, 1), (True, 1)]
 
 
 async def test_what_changed_of_the_node_is_told_by_another_registration() -> None:
