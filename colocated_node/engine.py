@@ -97,8 +97,9 @@ class ColocatedEngine:
         return engine
 
     def _take(self, outputs: list[Any]) -> None:
-        """Give each side its outputs. A first token is sent before the answer to its prompt is made."""
-        if of_samples := [one for one in outputs if not self.prefill.computes(one.request_id)]:
+        """Give each side its outputs: only a prompt's says where its KV is, or that it is scored. A first token is sent
+        before the answer to its prompt is made."""
+        if of_samples := [one for one in outputs if one.kv_transfer_params is None]:
             self.decode.take(of_samples)
         self.prefill.take(outputs)
 

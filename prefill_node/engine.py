@@ -416,10 +416,6 @@ class VllmPrefillEngine:
         finally:
             del self._computing[request_id]
 
-    def computes(self, request_id: str) -> bool:
-        """Return whether this side waits for what the engine says about a request."""
-        return request_id in self._computing
-
     def take(self, outputs: Sequence[Any]) -> None:
         """Take what one engine step says about prompts."""
         for output in outputs:

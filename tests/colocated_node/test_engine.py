@@ -76,14 +76,14 @@ def test_on_a_cpu_it_may_not(arguments: Callable[..., dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("step", [["sample", "prompt"], ["prompt", "sample"], ["sample"], ["prompt"]])
 def test_a_step_s_tokens_are_taken_before_its_prompts(step: list[str]) -> None:
-    """Whoever waits for them runs in this order: a first token is on its way before its prompt's answer is made."""
+    """Whoever waits for them runs in this order: a first token is on its way before its prompt's answer is made. A
+    prompt's token is no sample's, also if nobody waits for the prompt any more."""
     taken = list[tuple[str, list[str]]]()
-    prefill = SimpleNamespace(
-        computes=lambda name: name == "prompt", take=lambda outputs: taken.append(("prefill", names(outputs)))
-    )
+    prefill = SimpleNamespace(take=lambda outputs: taken.append(("prefill", names(outputs))))
     decode = SimpleNamespace(take=lambda outputs: taken.append(("decode", names(outputs))))
     engine: Any = load("colocated_node.engine").ColocatedEngine(prefill=prefill, decode=decode)
-    engine._take([SimpleNamespace(request_id=name) for name in step])
+    ends = {"sample": None, "prompt": {"corun_owners": []}}
+    engine._take([SimpleNamespace(request_id=name, kv_transfer_params=ends[name]) for name in step])
     of_samples = [("decode", ["sample"])] if "sample" in step else []
     assert taken == [*of_samples, ("prefill", step)]
 
