@@ -154,11 +154,13 @@ def test_what_cannot_keep_the_contract_is_refused(settings: dict[str, Any], seen
 
 
 async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None:
-    """What vLLM's own output loop would have told its metrics of a step, and nothing when nobody asked for metrics."""
+    """What vLLM's own output loop would have told its metrics of a step, and nothing when nobody asked for metrics. The
+    token that a prompt draws for nobody is not counted."""
     stats: list[tuple[Any, Any, int]] = []
     taken: list[list[Any]] = []
-    output = SimpleNamespace(new_token_ids=[7, 0xBDCCCCCD])
-    steps = [SimpleNamespace(outputs=[output, output], scheduler_stats="s1", engine_index=0)]
+    output = SimpleNamespace(new_token_ids=[7, 0xBDCCCCCD], kv_transfer_params=None)
+    of_prompt = SimpleNamespace(new_token_ids=[7, 0xBDCCCCCD], kv_transfer_params={"remote_block_ids": [[1]]})
+    steps = [SimpleNamespace(outputs=[output, of_prompt, output], scheduler_stats="s1", engine_index=0)]
     steps.append(SimpleNamespace(outputs=[], scheduler_stats="s2", engine_index=0))
 
     async def get_output_async() -> Any:
@@ -175,7 +177,7 @@ async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None
     llm.on_outputs = taken.append
     llm.logger_manager = SimpleNamespace(record=record)
     await llm._pump()
-    assert taken == [[output, output]]
+    assert taken == [[output, of_prompt, output]]
     assert stats == [("s1", 2, 0), ("s2", None, 0)]
     steps.append(SimpleNamespace(outputs=[output]))
     llm.logger_manager = None

@@ -306,8 +306,10 @@ def step_llm() -> Any:
                     # Update vLLM's metrics of steps, as its own loop does. Those of requests need its output processor.
                     step = IterationStats() if outputs.outputs else None
                     if step is not None:
-                        # A step draws one token a request; more may stand beside it (decode_node/scheduler.py).
-                        step.num_generation_tokens = sum(bool(output.new_token_ids) for output in outputs.outputs)
+                        # A step draws one token a request; more may stand beside it (decode_node/scheduler.py). The
+                        # token of a prompt, whose output says where its KV is, is thrown away.
+                        drawn = (one for one in outputs.outputs if one.new_token_ids)
+                        step.num_generation_tokens = sum(one.kv_transfer_params is None for one in drawn)
                     self.logger_manager.record(outputs.scheduler_stats, step, engine_idx=outputs.engine_index)
             except Exception:
                 log.exception("the engine's output loop ended")
