@@ -366,12 +366,15 @@ class VllmPrefillEngine:
         await base.call_workers(self._llm, "release_kv", request_id, reader, timeout_s=RELEASE_TIMEOUT_S)
 
     async def held_kv_blocks(self) -> int:
-        """See `PrefillEngine.held_kv_blocks`. If the engine is busy with a long step, return the last known number."""
+        """See `PrefillEngine.held_kv_blocks`. If the engine is busy with a long step, or is being asked already, return
+        the last known number."""
         if self._llm.errored:  # If no prefill is running, only this check notices.
             self.on_death()
-        if not self._kept:  # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py).
-            return 0
-        async with self._asking:  # Of two parallel calls, one could drop prefills that the other still holds as fresh.
+        # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py). Of two parallel
+        # questions, one could drop prefills that the other still holds as fresh.
+        if not self._kept or self._asking.locked():
+            return self.known_kv_blocks
+        async with self._asking:
             fresh, self._fresh = self._fresh, set()
             try:
                 held = await base.call_workers(self._llm, "held_kv", timeout_s=HELD_TIMEOUT_S)

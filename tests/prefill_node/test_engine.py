@@ -353,6 +353,14 @@ async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: L
     assert await engine.held_kv_blocks() == 0
 
 
+async def test_a_busy_worker_holds_each_of_several_routers_up_as_long_as_one(engine: Engine, llm: Llm) -> None:
+    """Each asks before its heartbeat. If they waited for each other, some would take the node for lost."""
+    await engine.prefill(PromptRequest("a", [1] * 40, READER))
+    llm.held = None
+    assert await asyncio.gather(*(engine.held_kv_blocks() for _ in range(5))) == [3] * 5
+    assert llm.calls == [("held_kv",)]
+
+
 async def test_the_death_of_an_idle_engine_is_noticed(engine: Engine, llm: Llm) -> None:
     died = asyncio.Event()
     engine.on_death = died.set
