@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rich.console import Console
 
 from corun.client.progress import ProgressBar
 from corun.errors import INTERRUPTED, CorunError, InternalError, InvalidArgumentError
+from corun.launch.progress import Progress
 from corun.launch.runtime import STOP_SIGNALS
 from corun.models import resolve_model
 from corun.node.vllm.start import vllm_distribution
@@ -162,7 +163,7 @@ class Benchmark:
         self._vocab_size = int(config["vocab_size"])
         self._tokenize = workloads.tokenizer(machine.model)
         self._made: dict[tuple[Any, ...], Workload] = {}
-        self._began = time.monotonic()
+        self.say = Progress()
         self.result: results.Json = {
             "schema": results.SCHEMA,
             "command": sys.argv[1:],
@@ -371,11 +372,6 @@ class Benchmark:
     def _fail(self, text: str, missing: str = "") -> None:
         self.failures.append(text.splitlines()[0] + missing)
         self.say(text)
-
-    def say(self, text: str) -> None:
-        """Print a message on stderr, with the time since the start."""
-        with suppress(BrokenPipeError):
-            print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def _percentiles(options: BenchOptions) -> tuple[float, ...]:
