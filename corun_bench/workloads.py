@@ -262,7 +262,6 @@ class _Maker:
     def _burstgpt(self, count: int) -> list[_Sample]:
         """Return random tokens in the lengths of the trace's rows, which are picked at random."""
         rows, self.left_out = read_burstgpt(self._spec.path, self._spec.model)
-        self.repeated = max(0, count - len(rows))
         picked = [rows[row] for row in self._pick(len(rows), count)]
         return [_Sample(self._random(i, prompt), output) for i, (prompt, output) in enumerate(picked)]
 
@@ -282,14 +281,11 @@ class _Maker:
                 samples.append(_Sample(prompt, output_len))
             else:
                 self.left_out += 1
-        again = self._pick(len(samples), count)[len(samples) :]
-        self.repeated = len(again)
-        return samples + [samples[i] for i in again]
+        return samples + [samples[i] for i in self._pick(len(samples), count)[len(samples) :]]
 
     def _blazedit(self, count: int) -> list[_Sample]:
         """Return the tasks of edit records. The words are ours, so their lengths differ a little from vLLM's."""
         edits, self.left_out = read_blazedit(self._spec.path)
-        self.repeated = max(0, count - len(edits))
         samples = []
         for i, row in enumerate(self._pick(len(edits), count)):
             # A record that is used again starts differently, so that no prefix cache knows it.
@@ -311,6 +307,7 @@ class _Maker:
     def _pick(self, size: int, count: int) -> list[int]:
         if size == 0:
             raise InvalidArgumentError("workloads", self._spec.text, "has no usable record")
+        self.repeated = max(0, count - size)
         return pick(self._seed, f"{self._spec.name}/rows", size, count)
 
     def _tokens(self, text: str) -> list[int]:
