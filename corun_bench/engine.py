@@ -121,7 +121,6 @@ class Server:
         self._events: Any = zmq.Context.instance().socket(zmq.PUSH)
         self._events.setsockopt(zmq.SNDHWM, 0)
         self._events.connect(events)
-        self._encoder = msgspec.msgpack.Encoder()
         self._llm: Any = None
 
     async def serve(self, settings: EngineSettings) -> None:
@@ -140,8 +139,7 @@ class Server:
                 raise UnavailableError(f"the self-test found a difference: {finding}")
             await certify_rows(self._llm, "" if settings.kind == LADDER else "not asked for", None)
         self._tell("ready", self._facts(time.monotonic() - began))
-        decoder = msgspec.msgpack.Decoder()
-        while (command := decoder.decode(await self._commands.recv()))[0] != "stop":
+        while (command := msgspec.msgpack.decode(await self._commands.recv()))[0] != "stop":
             await getattr(self, f"_{command[0]}")(*command[1:])
         self._llm.shutdown()
 
@@ -194,7 +192,7 @@ class Server:
         self._tell("step", rows)
 
     def _tell(self, kind: str, value: Any) -> None:
-        self._events.send(self._encoder.encode((kind, value)))
+        self._events.send(msgspec.msgpack.encode((kind, value)))
 
 
 def main() -> None:

@@ -64,7 +64,6 @@ class Engine:
         self._processes = processes
         self._streams: dict[str, Stream] = {}
         self._answers: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
         context = zmq.asyncio.Context.instance()
         self._commands: Any = context.socket(zmq.PUSH)  # pyzmq's types give its poll no arguments.
         self._events = context.socket(zmq.PULL)
@@ -135,13 +134,13 @@ class Engine:
     async def _send(self, *command: Any) -> None:
         """Send a command. Raises UnavailableError if the process does not listen yet, or no longer listens."""
         try:
-            await self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+            await self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
         except zmq.Again:
             raise UnavailableError(f"{self.name} does not listen") from None
 
     async def _read(self) -> None:
         while True:
-            kind, value = self._decoder.decode(await self._events.recv())
+            kind, value = msgspec.msgpack.decode(await self._events.recv())
             if kind == "step":
                 self._step(value)
             elif kind == "died":
