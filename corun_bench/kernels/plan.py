@@ -150,10 +150,6 @@ def process_groups(shapes: Shapes, options: KernelOptions) -> list[list[Task]]:
     return list(found.values())
 
 
-def ranks_of(task: Task, options: KernelOptions) -> int:
-    return options.ranks if task.op == "all_reduce" else 1
-
-
 def _tasks(shapes: Shapes, options: KernelOptions) -> Iterator[Task]:
     for op in options.kernels:
         if op == "all_reduce" and options.ranks < 2:

@@ -27,18 +27,7 @@ from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
 from corun_bench import tables
 from corun_bench.children import Processes
-from corun_bench.kernels.plan import (
-    NAMES,
-    RANK,
-    UNSET,
-    Row,
-    Task,
-    environment,
-    missing_here,
-    process_groups,
-    ranks_of,
-    shapes_of,
-)
+from corun_bench.kernels.plan import NAMES, RANK, UNSET, Row, Task, environment, missing_here, process_groups, shapes_of
 from corun_bench.options import KernelOptions, plain
 from corun_bench.results import KERNELS_SCHEMA
 
@@ -127,7 +116,7 @@ def run(tasks: Sequence[Task], options: KernelOptions) -> tuple[list[Row], list[
 
     A row that the process did not reach has the end of that process as its error.
     """
-    ranks = ranks_of(tasks[0], options)
+    ranks = options.ranks if tasks[0].op == "all_reduce" else 1
     spec = {"options": plain(options, KernelOptions), "ranks": ranks, "tasks": [asdict(task) for task in tasks]}
     lines, end = _work(spec, environment(tasks[0], options.device), ranks, options.timeout_s)
     rows = [line["row"] for line in lines if "row" in line]

@@ -182,8 +182,6 @@ def test_every_variant_runs_in_the_environment_and_with_the_rows_that_make_it_so
     assert {task.variant for task in by_variant["matmul", "nosplitk"]} == {"nosplitk"}
     assert environment("all_reduce", "std")["NCCL_ALGO"] == "allreduce:ring"
     assert environment("all_reduce", "bi")["NCCL_ALGO"] == "allreduce:tree"
-    ranks = [plan.ranks_of(by_variant[one][0], ON_GPUS) for one in (("all_reduce", "custom"), ("matmul", "std"))]
-    assert ranks == [2, 1]
     assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "VLLM_BATCH_INVARIANT"} <= plan.UNSET
     rows = {(task.op, task.variant): (task.rows, task.places) for tasks in by_variant.values() for task in tasks}
     assert rows["matmul", "std"] == ((1, 16, 2048), 0)
