@@ -28,14 +28,7 @@ from typing import NamedTuple
 from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
 from corun_bench.driver import Outcome, Request, Run, Workload
-from router.placement import (
-    PREFILLS_IN_FLIGHT,
-    STEPS_IN_FLIGHT,
-    DecodeRoom,
-    Need,
-    PrefillRoom,
-    choose_pair,
-)
+from router.placement import PREFILLS_IN_FLIGHT, STEPS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom, choose_pair
 
 STEP_TOKENS = {"prefill": 4096, "decode": 0, "colocated": 8192}
 """The most prompt tokens of a step of an engine of each kind, as in `corun.node.vllm.start`, without the part that a

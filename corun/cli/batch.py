@@ -21,15 +21,7 @@ from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_d
 from corun.client.routers import Deadline
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed, derive_seed
-from corun.records.rows import (
-    PromptRow,
-    drop_torn_line,
-    located,
-    read_finished,
-    read_prompts,
-    result_row,
-    to_line,
-)
+from corun.records.rows import PromptRow, drop_torn_line, located, read_finished, read_prompts, result_row, to_line
 
 MAX_SHOWN_REFUSALS = 20
 

@@ -11,15 +11,7 @@ import pytest
 
 from corun.errors import InvalidArgumentError
 from corun_bench.driver import Outcome, Request, Run
-from corun_bench.metrics import (
-    MAX_BINS,
-    MIN_BINS,
-    bin_width,
-    fp32_bits,
-    mismatches,
-    parse_goodput,
-    summarize,
-)
+from corun_bench.metrics import MAX_BINS, MIN_BINS, bin_width, fp32_bits, mismatches, parse_goodput, summarize
 
 ONE_EACH = {"prefill": 1, "decode": 1, "total": 2}
 
