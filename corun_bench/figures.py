@@ -446,7 +446,6 @@ def _panels(count: int, *, columns: int = 3, height_in: float = 1.9) -> tuple[Fi
 def _legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Add one legend above all panels, in as many rows as its labels need."""
     texts = [clean(label, 40) for label in handles]
-    texts = [f"\u200a{text}" if text.startswith("_") else text for text in texts]  # A leading "_" hides a label.
     columns = min(len(texts), max(1, 110 // (max(map(len, texts)) + 8)))
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(texts) // columns))
     figure.legend(list(handles.values()), texts, loc="outside upper center", ncols=columns)
