@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from corun.errors import InvalidArgumentError, Shown
+from corun.errors import InvalidArgumentError, Shown, renaming
 from corun.rpc.auth import ClientToken, read_client_tokens, read_token
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -232,10 +232,9 @@ class HttpConfig(Settings):
     @property
     def https(self) -> TlsConfig | None:
         """The certificate and key for HTTP clients, which are read; None: no TLS."""
-        if bool(self.https_cert) != bool(self.https_key):
-            missing = "https_key" if self.https_cert else "https_cert"
-            raise InvalidArgumentError(missing, "", "must be given: both, or neither")
-        return TlsConfig(cert=self.https_cert, key=self.https_key) if self.https_cert else None
+        with renaming(lambda name: name.replace("tls", "https")):
+            found = TlsConfig(cert=self.https_cert, key=self.https_key)
+        return found if found.cert else None
 
     def check_public(self, insecure: bool) -> None:
         """Raise InvalidArgumentError if this is a public address without TLS, unless that is wanted."""

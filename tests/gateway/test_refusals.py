@@ -325,6 +325,7 @@ def test_the_text_of_a_prompt_is_not_shown_whole() -> None:
         ("client_timeout_s", {"client_timeout_s": float("inf")}),
         ("address", {"router": ""}),
         ("https_key", {"https_cert": "x"}),
+        ("https_cert", {"https_cert": "/nowhere", "https_key": "/nowhere"}),
         ("tls_ca", {"tls_ca": "/nowhere"}),
         ("token_file", {"token_file": "/nowhere"}),
     ],
