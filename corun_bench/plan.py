@@ -68,12 +68,11 @@ class _Planner:
         self._model = resolve_model(options.model) if self._spec.is_text else ""
         self._tokenize = workloads.tokenizer(self._model)
         few = self._make(LEAST_PROMPTS).requests
-        mean_prompt = sum(len(one.prompt_token_ids) for one in few) / len(few)
+        self._mean_prompt = sum(len(one.prompt_token_ids) for one in few) / len(few)
         self._measured: rates.Measured | None = None
         if options.measured is not None:
-            self._measured = rates.measured(results.read(options.measured), options.system, mean_prompt)
+            self._measured = rates.measured(results.read(options.measured), options.system, self._mean_prompt)
         self._rates: Rates = rates.chosen(options, self._measured)
-        self._mean_prompt = mean_prompt
         self._work_s = work_s(self._rates, few, self._spec.samples)
 
     def plan(self) -> dict[str, Any]:
@@ -135,8 +134,7 @@ class _Planner:
         in_flight = self._options.max_concurrency or engines * self._rates.slots
         arrivals = HORIZON_S * self._options.request_rate if self._is_open else 2 * in_flight
         count = self._options.num_prompts or max(LEAST_PROMPTS, math.ceil(arrivals))
-        workload = self._make(count)
-        workload = replace(workload, max_concurrency=in_flight)
+        workload = replace(self._make(count), max_concurrency=in_flight)
         self._say(f"{len(candidates)} placements on {engines} engines, {len(workload.requests)} requests each")
         rows = []
         with ProgressBar(len(candidates), "placements") as bar:
@@ -205,18 +203,15 @@ class _Planner:
         return sorted(rows, key=place)
 
     def _reasons(self, rows: Sequence[Row]) -> list[str]:
-        best = rows[0]
+        best, worth = rows[0], self._worth(rows[0])
         found = [f"{best['placement']}: {self._told(best)}."]
-        if self._goodput:
-            reached = [row for row in rows if row["good"] >= self._options.attain]
-            if not reached:
-                found.append(f"No placement has {self._options.attain:.0%} of its requests within the targets.")
+        if self._goodput and best["good"] < self._options.attain:
+            found.append(f"No placement has {self._options.attain:.0%} of its requests within the targets.")
         for family, kinds in (("pairs", {"prefill", "decode"}), ("colocated nodes", {"colocated"})):
             others = [row for row in rows if set(row["load"]) == kinds]
             if others and set(best["load"]) != kinds:
-                other, ratio = others[0], self._worth(others[0]) / self._worth(best) if self._worth(best) else 1.0
+                other, ratio = others[0], self._worth(others[0]) / worth if worth else 1.0
                 found.append(f"{ratio:.2f} of it with {family} only, {other['placement']}: {self._told(other)}.")
-        worth = self._worth(best)
         same = [row["placement"] for row in rows[1:] if abs(self._worth(row) - worth) <= SAME * worth]
         if same:
             more = f" and {len(same) - 5} more" if len(same) > 5 else ""
