@@ -128,7 +128,7 @@ def router_address(pool: PoolSpec, index: int, own_host: str) -> str:
     """Return the host:port at which a router is reached. own_host: the address of its machine, used if the router
     listens on all addresses."""
     host = own_host if listens_anywhere(pool) else pool.config(ROUTER).host
-    return f"{f'[{host}]' if ':' in host else host}:{pool.ports(ROUTER, index)['port']}"
+    return join_address(host, pool.ports(ROUTER, index)["port"])
 
 
 def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
