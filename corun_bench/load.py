@@ -93,7 +93,7 @@ class Load:
             await stop.wait()
             try:
                 await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 raise UnavailableError(f"samples still run {DRAIN_S:g} s after the load has ended: {STUCK}") from None
         finally:
             await asyncio.gather(*(one.aclose() for one in targets))
