@@ -206,7 +206,7 @@ class Benchmark:
                 await self._while_alive(self._on(found), found)
         except CorunError as error:
             rows = [row for row in self.result["runs"] if row["system"] == name]
-            measured = sum(not row["workload"].startswith("padding=") for row in rows)
+            measured = sum(results.padding_of(row["workload"]) is None for row in rows)
             planned = len(self._specs) * len(self.options.max_concurrency) * self.options.repeats
             missing = f" ({measured} of its {planned} runs were measured)" if 0 < measured < planned else ""
             self._fail(f"{name}: {error}", missing)

@@ -19,7 +19,7 @@ from typing import Any
 
 from corun.errors import InvalidArgumentError
 from corun_bench.options import PlanOptions
-from corun_bench.results import Json, in_order, mapping, number, numbers, whole
+from corun_bench.results import Json, in_order, mapping, number, numbers, padding_of, whole
 from corun_bench.simulation import BLOCK_SIZE, Rates
 
 LEAST_STEPS = 20
@@ -157,7 +157,7 @@ def _entry(result: Json, system: str) -> Json:
 
 
 def _is_closed(run: Json) -> bool:
-    return run.get("request_rate") is None and not run["workload"].startswith("padding=") and not whole(run, "failed")
+    return run.get("request_rate") is None and padding_of(run["workload"]) is None and not whole(run, "failed")
 
 
 def _bins(run: Json, nodes: _Nodes) -> Iterator[_Bin]:
