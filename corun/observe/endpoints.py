@@ -67,10 +67,10 @@ class Observation:
 
     def _passes(self, service: str) -> bool:
         """Return whether a service serves, and the event loop is not stuck. It is called in another thread."""
-        if (
-            not self.health.is_serving(service) or self._loop is None
-        ):  # Without a loop, an engine may load and block it.
-            return self.health.is_serving(service)
+        if not self.health.is_serving(service):
+            return False
+        if self._loop is None:  # It may be blocked, by an engine that loads.
+            return True
         answered = threading.Event()
         try:
             self._loop.call_soon_threadsafe(answered.set)
