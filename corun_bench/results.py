@@ -26,15 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
+from corun_bench.systems import KINDS
 
 SCHEMA = "corun-bench-1"
 KERNELS_SCHEMA = "corun-bench-kernels-1"
 STD = "std"
-ORDER = (
-    *("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder"),
-    *("pd-std", "cluster", "cluster+own-length"),
-)
-"""Kinds of systems in the order in which they are shown; other systems follow in the order of the files."""
 PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared", "cluster:colocated")
 """The placements of the kind that has several, in the order in which they are shown; other placements follow."""
 Json = dict[str, Any]
@@ -192,13 +188,13 @@ def merge(documents: Mapping[str, Json]) -> Results:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return each name once, sorted by kind and then by placement, with foreign systems last."""
+    """Return each name once, sorted by kind and then by placement. Foreign systems come last, in their order."""
 
     def place(known: Sequence[str], name: str) -> int:
         return known.index(name) if name in known else len(known)
 
     return sorted(
-        dict.fromkeys(names), key=lambda name: (place(ORDER, name.partition(":")[0]), place(PLACEMENTS, name))
+        dict.fromkeys(names), key=lambda name: (place([*KINDS], name.partition(":")[0]), place(PLACEMENTS, name))
     )
 
 

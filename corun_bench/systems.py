@@ -15,15 +15,16 @@ from corun.errors import InvalidArgumentError
 
 KINDS = {
     "std": "stock vLLM",
+    "std+nosplit": "std without split-KV in decode attention (ablation)",
+    "std+isolated": "std+nosplit with isolated prefill (ablation)",
     "bi": "stock vLLM, batch-invariant (VLLM_BATCH_INVARIANT=1)",
     "colocated": "the paper's CoRun in one engine without a cluster: isolated prefill, fixed-shape decode (ablation)",
     "colocated+ladder": "colocated, with smaller decode steps where they were found to give the same bits (ablation)",
     "pd-std": "stock vLLM, prefill and decode apart over NIXL, behind a plain proxy",
     "cluster": "this project: prefill nodes, decode nodes, colocated nodes or a mix of them, and a router",
     "cluster+own-length": "cluster, with rows that attention cuts by their own length (decode_split)",
-    "std+nosplit": "std without split-KV in decode attention (ablation)",
-    "std+isolated": "std+nosplit with isolated prefill (ablation)",
 }
+"""The kinds of systems, each with what it is, in the order in which they are shown."""
 LADDER = "colocated+ladder"
 NEEDS_GPU = {
     "bi": "vLLM has no batch-invariant mode on a CPU",
