@@ -289,8 +289,8 @@ def ablation(results: Results) -> Figure | None:
     names = [name for name in results.names if name in {STD, "colocated"} or is_ablation(name)]
     cells: dict[str, dict[str, Spread]] = {}
     for workload in results.workloads:
+        base = median_of(results.runs_of(workload, STD), _THROUGHPUT)
         found = {name: spread_of(results.runs_of(workload, name), _THROUGHPUT) for name in names}
-        base = found[STD].median if found.get(STD) else 0.0  # type: ignore[union-attr]
         row = {name: cell.over(base) for name, cell in found.items() if cell and base}
         if any(map(is_ablation, row)):
             cells[workload] = row
