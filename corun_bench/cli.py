@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import tyro
-from rich.console import Console
 
 from corun.cli.options import unset
 from corun.config.extras import load
@@ -205,9 +204,7 @@ class Plan(PlanOptions, OneLine):
     def run(self) -> int:
         planner = load("corun_bench.plan", "corun bench plan", "bench")
         found = planner.plan(self, _say)
-        console = Console(highlight=False, markup=False)
-        console.width = max(console.width, 130)  # A file has no width.
-        planner.show(found, console)
+        planner.show(found)
         self.finish(found)
         return 0
 

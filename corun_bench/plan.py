@@ -258,8 +258,10 @@ class _Planner:
         return found
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the rates, the table and the reasons."""
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 130)  # A file has no width.
     given = ", ".join(f"{name} {value}" for name, value in found["rates"].items())
     console.print(f"rates of a node: {given}", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
