@@ -199,8 +199,8 @@ def _figures(history: History) -> Iterator[Figure]:
     yield Figure(key="prompt_rate", value=_count(prompts), note="tokens/s", number=prompts)
     yield _latency("ttft", before.first_token_seconds, status.first_token_seconds)
     step = _ratio(
-        rates.change(NodeRole.DECODE, lambda load: load.step_seconds),
-        rates.change(NodeRole.DECODE, lambda load: load.timed_steps),
+        rates.of(NodeRole.DECODE, lambda load: load.step_seconds),
+        rates.of(NodeRole.DECODE, lambda load: load.timed_steps),
     )
     yield Figure(key="itl", value=_seconds(step), note="mean", number=step)
     yield _latency("tpot", before.output_token_seconds, status.output_token_seconds)
@@ -211,12 +211,12 @@ def _figures(history: History) -> Iterator[Figure]:
     loads = [each.load for each in status.nodes if each.is_in_use]
     backlog = sum(load.queued_prompt_tokens for load in loads)
     yield Figure(key="backlog", value=_count(backlog), note="tokens", number=float(backlog))
-    cached, computed = (rates.change(NodeRole.PREFILL, read) for read in (lambda load: load.cached_tokens, tokens))
+    cached, computed = (rates.of(NodeRole.PREFILL, read) for read in (lambda load: load.cached_tokens, tokens))
     hits = None if cached is None or computed is None else _ratio(cached, cached + computed)
     yield Figure(key="cache", value=_share(hits), note="of prompt tokens", number=hits)
     used = _ratio(
-        rates.change(NodeRole.DECODE, lambda load: load.used_rows),
-        rates.change(NodeRole.DECODE, lambda load: load.rows),
+        rates.of(NodeRole.DECODE, lambda load: load.used_rows),
+        rates.of(NodeRole.DECODE, lambda load: load.rows),
     )
     lost = None if used is None else 1 - used
     yield Figure(key="padding", value=_share(lost), note="of decode rows", number=lost)

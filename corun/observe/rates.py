@@ -62,8 +62,8 @@ class _Change:
     now: NodeLoad
     seconds: float
 
-    def of(self, read: Callable[[NodeLoad], float]) -> float:
-        return read(self.now) - read(self.before)
+    def rate(self, read: Callable[[NodeLoad], float]) -> float:
+        return (read(self.now) - read(self.before)) / self.seconds
 
 
 class Rates:
@@ -92,16 +92,11 @@ class Rates:
     def of_node(self, ref: NodeRef, read: Callable[[NodeLoad], float]) -> float | None:
         """Return what a node's total grows by in a second; None if it is not known yet."""
         change = self._changes.get(ref)
-        return None if change is None else change.of(read) / change.seconds
+        return None if change is None else change.rate(read)
 
     def of(self, role: NodeRole, read: Callable[[NodeLoad], float]) -> float | None:
         """Return what a total of all nodes of a role grows by in a second; None if it is not known of any yet."""
-        found = [each.of(read) / each.seconds for each in self._changes.values() if each.role is role]
-        return sum(found) if found else None
-
-    def change(self, role: NodeRole, read: Callable[[NodeLoad], float]) -> float | None:
-        """Return what a total of all nodes of a role has grown by; None if it is not known of any yet."""
-        found = [each.of(read) for each in self._changes.values() if each.role is role]
+        found = [each.rate(read) for each in self._changes.values() if each.role is role]
         return sum(found) if found else None
 
 

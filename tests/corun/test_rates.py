@@ -31,7 +31,6 @@ def rates(*looks: tuple[float, ClusterStatus]) -> Rates:
 def test_a_rate_is_one_between_heartbeats() -> None:
     found = rates((100.0, status(told(DECODE, 100), finished=4)), (105.0, status(told(DECODE, 500, 1000), finished=9)))
     assert (found.of_node(DECODE.node.ref, tokens), found.finished) == (100.0, 1.0)
-    assert found.change(NodeRole.DECODE, tokens) == 400.0
     assert found.of(NodeRole.PREFILL, tokens) is None
 
 
