@@ -74,14 +74,14 @@ def lines(found: Mapping[str, Any], systems: Iterable[Mapping[str, Any]]) -> Ite
             yield f"{system['system']}: fingerprint {fingerprint}"
 
 
-def gpu_memory(owners: dict[int, str] | None = None) -> dict[str, Any]:
+def gpu_memory(owners: Mapping[int, str]) -> dict[str, Any]:
     """Return the memory in use on each GPU and by each process, in MiB; empty without a GPU.
 
     owners: the names of processes, by process id.
     """
     used = [int(row[0]) for row in smi("--query-gpu=memory.used")]
     apps = [(int(row[0]), row[1]) for row in smi("--query-compute-apps=pid,used_memory") if len(row) == 2]
-    by_process = {f"{(owners or {}).get(pid, '')} {pid}".strip(): value for pid, value in apps}
+    by_process = {f"{owners.get(pid, '')} {pid}".strip(): value for pid, value in apps}
     return {"gpus": used, "processes": by_process} if used else {}
 
 

@@ -116,9 +116,9 @@ class MetricsServer:
     Probes are answered, too, with 200 or 503. Every request has a thread, so a scrape never keeps a probe waiting.
     """
 
-    def __init__(self, probes: Mapping[str, Callable[[], bool]] | None = None) -> None:
+    def __init__(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Create the server. probes: by path, a function that another thread calls, and that says whether it is 200."""
-        self._probes = probes or {}
+        self._probes = probes
         self._registry = CollectorRegistry()
         self._metrics_app: Any = make_wsgi_app(self._registry)
         ProcessCollector(registry=self._registry)
