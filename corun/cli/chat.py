@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -76,15 +76,13 @@ class Chat:
         with suppress(ImportError):  # Some Pythons come without it. Then a line cannot be edited, and that is all.
             importlib.import_module("readline")
         with ExitStack() as stack:
-            address = self.cluster.router or stack.enter_context(_own(self.model))
+            address = self.cluster.router or stack.enter_context(
+                own_cluster(self.model, {"colocated": 1}, lambda line: print(line, file=sys.stderr, flush=True))
+            )
             client = stack.enter_context(replace(self.cluster, router=address).client())
             template = templates.ChatTemplate(client.get_chat_template())
             Conversation(client, template.render, params, seed=self.seed, system=self.system).talk()
         return 0
-
-
-def _own(model: str) -> Any:
-    return own_cluster(model, {"colocated": 1}, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 class Conversation:
