@@ -29,7 +29,7 @@ def summarize(
     run: Run,
     *,
     percentiles: Sequence[float] = PERCENTILES,
-    goodput: Mapping[str, float] | None = None,
+    goodput: Mapping[str, float],
     gpus: Mapping[str, int],
     slots: int,
 ) -> dict[str, Any]:
@@ -51,10 +51,9 @@ def summarize(
     }
     # In goodput the time per token of a single token is 0, as in vLLM.
     of_request = {"ttft": firsts, "tpot": [tpot or 0.0 for tpot in tpots], "e2el": latencies["e2el"]}
-    limits = goodput or {}
     good = sum(
-        all(value <= limit for value, limit in zip(values, limits.values(), strict=True))
-        for values in zip(*(of_request[name] for name in limits), strict=True)
+        all(value <= limit for value, limit in zip(values, goodput.values(), strict=True))
+        for values in zip(*(of_request[name] for name in goodput), strict=True)
     )
     inputs, outputs = sum(outcome.num_prompt_tokens for outcome in completed), sum(map(output_tokens, completed))
     occupancy = _occupancy(run.outcomes, slots)

@@ -37,7 +37,7 @@ def run(*outcomes: Outcome, duration: float | None = None) -> Run:
 
 def summary(*outcomes: Outcome, **options: Any) -> dict[str, Any]:
     duration = options.pop("duration", None)
-    found = summarize(run(*outcomes, duration=duration), **{"gpus": ONE_EACH, "slots": 4, **options})
+    found = summarize(run(*outcomes, duration=duration), **{"gpus": ONE_EACH, "slots": 4, "goodput": {}, **options})
     json.dumps(found, allow_nan=False)
     return found
 
