@@ -77,11 +77,9 @@ class Batch:
         return 2 if run.refused else 0
 
     def _openai_file(self) -> OpenAiFile:
-        given = {
-            name: value for name, value in asdict(self.sampling).items() if value != getattr(SamplingOptions(), name)
-        }
-        for name, value in given.items():
-            raise InvalidArgumentError(name, value, "must be in the body of each line of OpenAI's batch file")
+        for name, value in asdict(self.sampling).items():
+            if value != getattr(SamplingOptions(), name):
+                raise InvalidArgumentError(name, value, "must be in the body of each line of OpenAI's batch file")
         return OpenAiFile(self.input, self.output, seed=self.seed, priority=self.priority)
 
 
