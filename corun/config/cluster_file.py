@@ -280,19 +280,18 @@ class ClusterSpec:
         taken: dict[int, str] = {}
         for pool in self.pools:
             pool.check()
-            for role in ROLES:
-                first = pool.ports(role, 0)
-                for port, name in ((first[name] + i, name) for i in range(pool.count(role)) for name in first):
-                    where = pool.where(role, name)
-                    if port in taken:
-                        raise InvalidArgumentError(where, first[name], f"must leave {port} to {taken[port]}, or be 0")
-                    taken[port] = where
+            given = [
+                (pool.where(role, name), first, first + index)
+                for role in ROLES
+                for index in range(pool.count(role))
+                for name, first in pool.ports(role, 0).items()
+            ]
             if (http := pool.http()) and http.port:
-                where = pool.where(GATEWAY, "port")
-                if http.port in taken:
-                    limit = f"must leave {http.port} to {taken[http.port]}, or be 0"
-                    raise InvalidArgumentError(where, http.port, limit)
-                taken[http.port] = where
+                given.append((pool.where(GATEWAY, "port"), http.port, http.port))
+            for where, first, port in given:
+                if port in taken:
+                    raise InvalidArgumentError(where, first, f"must leave {port} to {taken[port]}, or be 0")
+                taken[port] = where
 
     def check_files(self) -> None:
         """Raise InvalidArgumentError unless the files of all processes can be used on this machine."""
