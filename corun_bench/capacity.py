@@ -21,6 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -150,65 +152,43 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
                 what = f"router {address} does not use all nodes"
                 _await(processes, what, functools.partial(_are_ready, client, num_known))
-        probe = Probe(() if direct else addresses)
-        began, ended, used, rss = _load(setup, processes, METHODS[path], addresses, probe)
+        routers = () if direct else addresses
+        began, ended, used, rss, calls = _load(setup, processes, METHODS[path], addresses, routers)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
-        answers = {} if direct else {"empty_call_ms": probe.quantiles()}
+        answers = {} if direct else {"empty_call_ms": quantiles(calls)}
         return {**_figures(setup, clients, (began, ended), used), **answers, "rss_mib": rss}
 
 
-class Probe:
-    """Measures empty calls of routers, one after the other, in the background of a `with` block.
+def _probe(addresses: Sequence[str], over: threading.Event) -> list[float]:
+    """Make empty calls of routers, one after the other, until `over` is set. Return the time of each call in seconds.
 
     A call waits until all that is in its router's event loop has had its turn, so its time is the loop's lag and a
-    little more. No addresses: nothing is called.
+    little more. No addresses: nothing is called. Raises UnavailableError if a call fails.
     """
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._times: list[float] = []  # The time of each call, in seconds.
-        self._error: grpc.RpcError | None = None
-        self._addresses = addresses
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def quantiles(self) -> dict[str, float]:
-        """Return the quantiles of the calls' times in milliseconds. Raises UnavailableError if a call failed."""
-        if self._error is not None:
-            raise UnavailableError(f"an empty call of a router failed: {self._error}")
-        return quantiles(self._times)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        channels = [grpc.insecure_channel(address) for address in self._addresses]
-        stubs = [health_pb2_grpc.HealthStub(channel) for channel in channels]
-        for stub in itertools.cycle(stubs):
-            if self._over.wait(PROBE_S):
+    times = []
+    with ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(address)) for address in addresses]
+        for stub in itertools.cycle([health_pb2_grpc.HealthStub(channel) for channel in channels]):
+            if over.wait(PROBE_S):
                 break
             began = time.monotonic()
             try:
                 stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.RpcError as error:
-                self._error = error
-                break
-            self._times.append(time.monotonic() - began)
-        for channel in channels:
-            channel.close()
+                raise UnavailableError(f"an empty call of a router failed: {error}") from error
+            times.append(time.monotonic() - began)
+    return times
 
 
 def _load(
-    setup: CapacityOptions, processes: Processes, method: str, addresses: Sequence[str], probe: Probe
-) -> tuple[float, float, dict[str, float], dict[str, float]]:
+    setup: CapacityOptions, processes: Processes, method: str, addresses: Sequence[str], routers: Sequence[str]
+) -> tuple[float, float, dict[str, float], dict[str, float], list[float]]:
     """Put the load on a path.
 
-    Return when the measured time began and ended, and the CPU seconds and the largest memory of each kind of process.
+    Return when the measured time began and ended, the CPU seconds and the largest memory of each kind of process, and
+    the times of empty calls of `routers` meanwhile.
     """
     names = [f"client-{index}" for index in range(setup.client_processes)]
     for index, name in enumerate(names):
@@ -219,13 +199,18 @@ def _load(
         _await(processes, f"{name} is not up", (processes.logs / f"{name}.ready").exists)
     processes.wait(setup.ramp_s + setup.warmup_s)
     began, before = time.monotonic(), _by_kind(processes.cpu_s())
-    with probe:
-        processes.wait(setup.seconds)
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        probing = pool.submit(_probe, routers, over)
+        try:
+            processes.wait(setup.seconds)
+        finally:
+            over.set()
     ended, after = time.monotonic(), _by_kind(processes.cpu_s())
     used = {kind: sum(after[kind]) - sum(before[kind]) for kind in after}
     rss = {kind: max(sizes) for kind, sizes in _by_kind(processes.memory()).items()}
     processes.finish(names, DRAIN_S)
-    return began, ended, used, rss
+    return began, ended, used, rss, probing.result()
 
 
 def _figures(

@@ -13,7 +13,7 @@ import pytest
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun_bench import capacity
 from corun_bench import load as load_module
-from corun_bench.capacity import Probe, _load, _together, is_carried, quantiles
+from corun_bench.capacity import _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
 from corun_bench.driver import Outcome, Request
@@ -99,7 +99,7 @@ def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path
     setup = CapacityOptions(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0)
     processes = LateClients(tmp_path)
     with pytest.raises(UnavailableError, match="enough"):
-        _load(setup, processes, "/a.B/C", ["h:1"], Probe(()))
+        _load(setup, processes, "/a.B/C", ["h:1"], ())
     *polls, ramp, before, measured, after = processes.seen[2:]
     assert (ramp, before, measured, after) == (7.0, "cpu", 20.0, "cpu")
     assert len(polls) == 2
