@@ -152,13 +152,10 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
             with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
                 what = f"router {address} does not use all nodes"
                 _await(processes, what, functools.partial(_are_ready, client, num_known))
-        routers = () if direct else addresses
-        began, ended, used, rss, calls = _load(setup, processes, METHODS[path], addresses, routers)
+        figures = _load(setup, processes, METHODS[path], addresses, () if direct else addresses)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
-        clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
-        answers = {} if direct else {"empty_call_ms": quantiles(calls)}
-        return {**_figures(setup, clients, (began, ended), used), **answers, "rss_mib": rss}
+        return figures
 
 
 def _probe(addresses: Sequence[str], over: threading.Event) -> list[float]:
@@ -184,12 +181,8 @@ def _probe(addresses: Sequence[str], over: threading.Event) -> list[float]:
 
 def _load(
     setup: CapacityOptions, processes: Processes, method: str, addresses: Sequence[str], routers: Sequence[str]
-) -> tuple[float, float, dict[str, float], dict[str, float], list[float]]:
-    """Put the load on a path.
-
-    Return when the measured time began and ended, the CPU seconds and the largest memory of each kind of process, and
-    the times of empty calls of `routers` meanwhile.
-    """
+) -> dict[str, Any]:
+    """Put the load on a path, and return its figures. routers: those that get empty calls meanwhile."""
     names = [f"client-{index}" for index in range(setup.client_processes)]
     for index, name in enumerate(names):
         options = {"setup": plain(setup, CapacityOptions), "index": index, "method": method, "addresses": addresses}
@@ -210,7 +203,9 @@ def _load(
     used = {kind: sum(after[kind]) - sum(before[kind]) for kind in after}
     rss = {kind: max(sizes) for kind, sizes in _by_kind(processes.memory()).items()}
     processes.finish(names, DRAIN_S)
-    return began, ended, used, rss, probing.result()
+    figures = _figures(setup, [processes.logs / f"{name}.json" for name in names], (began, ended), used)
+    calls = {"empty_call_ms": quantiles(probing.result())} if routers else {}
+    return {**figures, **calls, "rss_mib": rss}
 
 
 def _figures(
