@@ -72,6 +72,11 @@ class Outcome:
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """The number of tokens that came. A foreign system may not tell their ids."""
+        return sum(count for _, count in self.arrivals)
+
 
 @dataclass(kw_only=True, slots=True)
 class Run:
@@ -150,8 +155,7 @@ async def drive(
         outcome.sent_s -= began
         outcome.done_s -= began
         outcome.arrivals = [(at - began, count) for at, count in outcome.arrivals]
-        came = sum(count for _, count in outcome.arrivals)
-        if not outcome.error and came != (wanted := outcome.request.max_tokens):
+        if not outcome.error and (came := outcome.num_output_tokens) != (wanted := outcome.request.max_tokens):
             outcome.error = f"{came} of {wanted} tokens came"
     duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
     return Run(outcomes=outcomes, duration_s=duration_s)

@@ -55,7 +55,8 @@ def summarize(
         all(value <= limit for value, limit in zip(values, goodput.values(), strict=True))
         for values in zip(*(of_request[name] for name in goodput), strict=True)
     )
-    inputs, outputs = sum(outcome.num_prompt_tokens for outcome in completed), sum(map(output_tokens, completed))
+    inputs = sum(outcome.num_prompt_tokens for outcome in completed)
+    outputs = sum(outcome.num_output_tokens for outcome in completed)
     occupancy = _occupancy(run.outcomes, slots)
 
     def rate(count: float, devices: int = 1) -> float | None:
@@ -89,14 +90,9 @@ def summarize(
     }
 
 
-def output_tokens(outcome: Outcome) -> int:
-    """Return the number of tokens that came; a foreign system may report how many, but not their ids."""
-    return len(outcome.token_ids) or sum(count for _, count in outcome.arrivals)
-
-
 def _tpot_ms(outcome: Outcome) -> float | None:
     """Return the mean time per token after the first one."""
-    tokens = output_tokens(outcome)
+    tokens = outcome.num_output_tokens
     return 1000 * (outcome.done_s - outcome.arrivals[0][0]) / (tokens - 1) if tokens > 1 else None
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun_bench import metrics, simulation, workloads
+from corun_bench import simulation, workloads
 from corun_bench.driver import Request, Run, Workload
 from corun_bench.simulation import STEP_TOKENS, NodeCounts, Rates, Simulated, at_best, simulate, work_s
 from router import placement as router_placement
@@ -149,7 +149,7 @@ def made(spec: str, requests: int, **options: float) -> Workload:
 def throughput(placement: str, spec: str, requests: int, rates: Rates = H200) -> float:
     work = replace(made(spec, requests), max_concurrency=requests // 2)
     found = simulate(NodeCounts.parse(placement), rates, work)
-    outputs = sum(map(metrics.output_tokens, found.run.outcomes))
+    outputs = sum(outcome.num_output_tokens for outcome in found.run.outcomes)
     assert outputs == sum(one.max_tokens for one in work.requests)
     return outputs / found.run.duration_s
 
