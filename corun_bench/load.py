@@ -159,9 +159,8 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     load, path = Load(CapacityOptions(**spec.pop("setup")), **spec), Path(spec["output"])
     gc.disable()  # The collector would go through the stored messages again and again.
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:
-        results = asyncio.run(_until_input_ends(load))
+        results = uvloop.run(_until_input_ends(load))
     except UnavailableError as error:
         sys.exit(str(error))
     path.write_text(json.dumps(results))
