@@ -43,15 +43,6 @@ def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], No
         colocated={**_PREFILL, **_DECODE, "mixed_steps": False},
         replicas=dict(replicas),
     )
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write(toml(pool))
-        file.flush()
-        with _running(file.name, say) as address:
-            yield address
-
-
-@contextmanager
-def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
     if sys.platform != "linux":
         raise UnavailableError("clusters run on Linux only: name a running one with --router HOST:PORT")
     from corun import processes  # It uses signals that other systems lack.  # noqa: PLC0415
@@ -59,13 +50,16 @@ def _running(file: str, say: Callable[[str], None]) -> Iterator[str]:
     # A guard ends the cluster if this process dies of a closed terminal or a signal. The cluster has its own session:
     # Ctrl-C reaches only this process, which then ends the cluster in order.
     guard = (sys.executable, "-I", processes.__file__, str(os.getpid()), str(STOP_TIMEOUT_S))
-    command = [*guard, *_UP, file]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
-        try:
-            yield _wait_until_ready(up, say)
-        finally:
-            up.terminate()
-            up.wait()  # The guard kills what does not end in time. Without it, orphans would be left.
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(toml(pool))
+        file.flush()
+        command = [*guard, *_UP, file.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
+            try:
+                yield _wait_until_ready(up, say)
+            finally:
+                up.terminate()
+                up.wait()  # The guard kills what does not end in time. Without it, orphans would be left.
 
 
 def _wait_until_ready(up: subprocess.Popen[str], say: Callable[[str], None]) -> str:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from corun.cli import chat, main, own_cluster
 from corun.client.client import Client
 from corun.completion import Chunk
-from corun.config.cluster_file import NODES, ClusterSpec, read
+from corun.config.cluster_file import NODES, read
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch import check
 from corun.processes import end_tree, living, started
@@ -203,20 +202,15 @@ def test_a_cluster_that_does_not_start_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [{"colocated": 1}, {"prefill": 1, "decode": 2}])
 def test_a_cluster_of_its_own_is_one_that_can_be_started(
-    replicas: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    replicas: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen: list[ClusterSpec] = []
-
-    @contextmanager
-    def running(file: str, say: object) -> Iterator[str]:
-        check(spec := read(file))
-        seen.append(spec)
-        yield "here:1"
-
-    monkeypatch.setattr(own_cluster, "_running", running)
+    seen = tmp_path / "cluster.toml"
+    up = f"import shutil, sys; shutil.copy(sys.argv[1], {str(seen)!r}); print('ready: here:1, ', flush=True)"
+    monkeypatch.setattr(own_cluster, "_UP", (sys.executable, "-c", up))
     with chat.own_cluster("smollm2", replicas, print) as address:
         assert address == "here:1"
-    (pool,) = seen[0].pools
+    check(spec := read(seen))
+    (pool,) = spec.pools
     assert {role: count for role in NODES if (count := pool.count(role))} == replicas
     assert pool.model == "smollm2"
 
@@ -229,7 +223,7 @@ def test_a_cluster_ends_with_the_process_that_started_it(number: signal.Signals)
 import sys, time
 from corun.cli import own_cluster
 own_cluster._UP = (sys.executable, "-c", {up!r})
-with own_cluster._running("no.toml", lambda _: None) as address:
+with own_cluster.own_cluster("tiny", {{}}, lambda _: None) as address:
     print(address, flush=True)
     time.sleep(600)
 """
@@ -254,7 +248,7 @@ time.sleep(600)
 """
     monkeypatch.setattr(own_cluster, "_UP", (sys.executable, "-c", up))
     monkeypatch.setattr(own_cluster, "STOP_TIMEOUT_S", 0.5)
-    with own_cluster._running("no.toml", lambda _: None) as pid:
+    with own_cluster.own_cluster("tiny", {}, lambda _: None) as pid:
         orphan = started([int(pid)])
         assert living(orphan)
     try:
