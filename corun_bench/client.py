@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -87,6 +86,8 @@ class ClusterTarget(Target):
 
     def __init__(self, address: str) -> None:
         self.channel = channel(address)
+        stub = ClusterServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self._outputs = Outputs(stub, track=lambda call: call, read=lambda response: response)
         self._next: _Call | None = None
         """The call that is about to be sent."""
         self._calls: list[_Call] = []
@@ -131,10 +132,6 @@ class ClusterTarget(Target):
 
     def responses(self, message: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse | bytes, None]:
         return self._outputs.generate(message, Deadline(TIMEOUT_S))
-
-    @cached_property
-    def _outputs(self) -> Outputs[pb.GenerateResponse]:
-        return Outputs(ClusterServiceStub(self.channel), lambda call: call, lambda response: response)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         for call in self._calls:
