@@ -49,7 +49,7 @@ def model_config(model: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError("model", model, "must be a directory with a config.json") from error
+        raise InvalidArgumentError("model", model, 'must be a directory with a config.json, or "tiny"') from error
     return found
 
 

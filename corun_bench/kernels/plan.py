@@ -14,7 +14,6 @@ module must not load torch. Variants of a kernel:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from corun.errors import InvalidArgumentError
 from corun.node.vllm import pin
+from corun_bench.conditions import model_config
 from corun_bench.options import KernelName, KernelOptions
 
 NAMES: dict[KernelName, str] = {
@@ -86,10 +86,7 @@ def shapes_of(model_dir: Path, ranks: int) -> tuple[Shapes, list[str]]:
         InvalidArgumentError: the config.json is missing or incomplete, the model has no plain attention, or it cannot
             be divided among the ranks.
     """
-    path = model_dir / "config.json"
-    if not path.is_file():
-        raise InvalidArgumentError("model", str(model_dir), 'must be a directory with a config.json, or "tiny"')
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = model_config(str(model_dir))
     config = config.get("text_config") or config
     try:
         hidden, heads, mlp = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
