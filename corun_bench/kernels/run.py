@@ -22,7 +22,7 @@ from rich.table import Table
 
 from corun.client.progress import ProgressBar
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.models import tiny
+from corun.models import resolve_model
 from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
 from corun_bench import tables
@@ -52,8 +52,7 @@ def measure(options: KernelOptions, tell: Callable[[str], None]) -> dict[str, An
     """
     options.check()
     distribution = vllm_distribution()
-    model_dir = tiny.ensure() if options.model == "tiny" else Path(options.model)
-    shapes, notes = shapes_of(model_dir, options.tensor_parallel_size)
+    shapes, notes = shapes_of(Path(resolve_model(options.model)), options.tensor_parallel_size)
     tell("looking at the device")
     lines, end = _work({"facts": options.device}, {}, 1, _FACTS_TIMEOUT_S)
     if not lines:
