@@ -42,6 +42,9 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = decoder.get("type") == "ByteLevel"
+        # Tokens of ByteFallback have a text as a run, which any other token ends: nothing behind it is undecided.
+        falls_back = any(each.get("type") == "ByteFallback" for each in (decoder, *decoder.get("decoders", ())))
+        self._num_undecided = 0 if falls_back else _LONGEST_CHARACTER - 1
         self.max_token_bytes = self._max_token_bytes()
         """The most UTF-8 bytes of a prompt that one token may stand for."""
         self._token_bytes: dict[int, bytes] = {}
@@ -107,7 +110,7 @@ class Tokenizer:
         are the decoded text of all tokens."""
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, self._whole_texts)
-        return WindowDetokenizer(self.decode, self.token)
+        return WindowDetokenizer(self.decode, self.token, self._num_undecided)
 
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it; None for special and unknown tokens, which have no text."""
@@ -191,11 +194,17 @@ class WindowDetokenizer:
 
     The window starts at the tokens of the last emitted piece, because a decoder may treat the first token in a special
     way (for example drop its leading space).
+
+    num_undecided: the last tokens of which a character may be unfinished. Only these are held back, so the window stays
+    short, whatever is drawn.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None], num_undecided: int
+    ) -> None:
         self._decode = decode
         self._token = token
+        self._num_undecided = num_undecided
         self._window: list[int] = []
         self._emitted_ids = 0  # The number of leading tokens of the window whose text was emitted.
         self._emitted = ""  # The text of these leading tokens.
@@ -213,13 +222,17 @@ class WindowDetokenizer:
         return self._emit(whole=True)
 
     def _emit(self, *, whole: bool) -> str:
-        text = self._decode(self._window)
-        new = text[len(self._emitted) :]
-        if not new or (new.endswith(REPLACEMENT) and not whole):
+        text, end = self._decode(self._window), len(self._window)
+        if text.endswith(REPLACEMENT) and not whole:
+            end -= self._num_undecided
+            decided = self._decode(self._window[: max(0, end)])
+            if not text.startswith(decided):  # It ends within a character that the last tokens have finished.
+                return ""
+            text = decided
+        if not (new := text[len(self._emitted) :]):
             return ""
-        self._window = self._window[self._emitted_ids :]
-        self._emitted_ids = len(self._window)
-        self._emitted = self._decode(self._window)
+        self._window, self._emitted_ids = self._window[self._emitted_ids :], end - self._emitted_ids
+        self._emitted = self._decode(self._window[: self._emitted_ids])
         return new
 
 

@@ -53,6 +53,7 @@ def letters() -> tokenizers.Tokenizer:
 MADE = {
     "byte level": byte_level(),
     "NFC": byte_level(normalizer=normalizers.NFC()),
+    "byte level in a sequence": byte_level(decoder=decoders.Sequence([decoders.ByteLevel()])),
     "sentencepiece": sentencepiece(),
     "letters": letters(),
 }
@@ -104,9 +105,27 @@ def test_byte_level_pieces_are_the_decoded_whole(ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@given(st.lists(st.integers(0, 266), max_size=40))
-def test_window_pieces_are_the_decoded_whole(ids: list[int]) -> None:
-    assert "".join(pieces(SENTENCEPIECE, ids)) == SENTENCEPIECE.decode(ids)
+WINDOWED = "sentencepiece", "byte level in a sequence"
+BROKEN = 8, *range(9 + 0xF0, 9 + 0xF5)
+"""In both of these, tokens of which no text may be made, or only part of a character."""
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@given(st.lists(st.one_of(st.integers(0, 266), st.sampled_from(BROKEN)), max_size=40))
+def test_window_pieces_are_the_decoded_whole(name: str, ids: list[int]) -> None:
+    assert "".join(pieces(TOKENIZERS[name], ids)) == TOKENIZERS[name].decode(ids)
+
+
+@pytest.mark.parametrize(("name", "token"), [("sentencepiece", "�"), ("byte level in a sequence", "ÿ")])
+def test_text_that_never_becomes_a_character_does_not_make_the_next_token_slower(name: str, token: str) -> None:
+    """A client can have such tokens drawn by a bias, and a router reads all streams in one thread."""
+    detokenizer, longest = TOKENIZERS[name].detokenizer(), 0
+    assert isinstance(detokenizer, WindowDetokenizer)
+    token_id = MADE[name].token_to_id(token)
+    for _ in range(50):
+        detokenizer.push(token_id)
+        longest = max(longest, len(detokenizer._window))
+    assert longest < 10
 
 
 def test_half_a_character_is_held_back() -> None:
