@@ -51,7 +51,7 @@ class Clients:
             self._kept[token] = {}
         self._kept.move_to_end(token)
         running = self._kept[token]
-        client = next((each for each, count in running.items() if count < MAX_CALLS), None)
+        client = next((each for each, count in running.items() if not count or count + calls <= MAX_CALLS), None)
         client = client or AsyncClient(**self._config.arguments(token))
         running[client] = running.get(client, 0) + calls
         try:

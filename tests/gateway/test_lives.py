@@ -245,4 +245,6 @@ async def test_connections_are_kept_by_token_and_given_up_when_idle() -> None:
             assert again is first
     with clients.lease(a, gateway_clients.MAX_CALLS) as full, clients.lease(a) as more:
         assert more is not full
+        with clients.lease(a, gateway_clients.MAX_CALLS) as third:  # All of them would not fit beside that of `more`.
+            assert third not in (full, more)
     await clients.close()
