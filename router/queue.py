@@ -98,20 +98,23 @@ class FairShare:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.weights = 0
-        """The sum of the weights of the clients with waiting samples."""
         self.waiting: Counter[str] = Counter()
         """The number of samples by client that have not had a placement."""
         self._ends: dict[str, float] = {}  # The virtual time at which each client's newest sample ends.
         self._served: dict[str, float] = {}  # The same, of its newest sample that was served.
+        self._weights: dict[str, int] = {}  # Of the clients with waiting samples; a file may change them meanwhile.
+
+    @property
+    def weights(self) -> int:
+        """The sum of the weights of the clients with waiting samples."""
+        return sum(self._weights.values())
 
     def enter(self, caller: Caller, tokens: int) -> float:
         """Add a sample, and return its start."""
-        if not self.waiting[caller.name]:
-            self.weights += caller.weight
-            if len(self._ends) >= MAX_CLIENTS:
-                self._ends = {name: end for name, end in self._ends.items() if name in self.waiting}
-                self._served = {name: end for name, end in self._served.items() if name in self.waiting}
+        if not self.waiting[caller.name] and len(self._ends) >= MAX_CLIENTS:
+            self._ends = {name: end for name, end in self._ends.items() if name in self.waiting}
+            self._served = {name: end for name, end in self._served.items() if name in self.waiting}
+        self._weights[caller.name] = caller.weight
         self.waiting[caller.name] += 1
         start = max(self.now, self._ends.get(caller.name, 0.0))
         self._ends[caller.name] = start + tokens / caller.weight
@@ -125,7 +128,7 @@ class FairShare:
             self._served[name] = entry.start + entry.need.total / entry.caller.weight
         _add(self.waiting, name, -1)
         if name not in self.waiting:
-            self.weights -= entry.caller.weight
+            del self._weights[name]
             self._ends[name] = self._served.get(name, 0.0)
 
 

@@ -375,6 +375,24 @@ async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.Monk
     assert arrives(SMALL, Priority.NORMAL, 1.0) is not None
 
 
+async def test_a_client_whose_weight_changes_while_it_waits_moves_nobodys_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file of tokens is read again when it is edited."""
+    monkeypatch.setattr(Pace, "interval_s", lambda pace, now: 1.0)
+    queue = make(FakePool(), max_wait_s=10.0)
+    (before,) = queue.enter([need()], caller=Caller(name="edited"))
+    (after,) = queue.enter([need()], caller=Caller(name="edited", weight=1000))
+    queue.leave(before)
+    queue.leave(after)
+    queue.enter([need()] * 10, caller=HOG)
+    with (
+        pytest.raises(OverloadedError, match="11 samples to go"),
+        queue.arriving(1, 1, later(60.0), caller=HOG, priority=Priority.NORMAL),
+    ):
+        pass
+
+
 async def test_who_arrives_does_not_look_at_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands may wait, and dozens arrive at once."""
     queue = make(FakePool(), max_samples=1000, max_wait_s=10.0)
