@@ -101,7 +101,7 @@ class FairShare:
         self.waiting: Counter[str] = Counter()
         """The number of samples by client that have not had a placement."""
         self._ends: dict[str, float] = {}  # The virtual time at which each client's newest sample ends.
-        self._served: dict[str, float] = {}  # The same, of its newest sample that was served.
+        self._served: dict[str, float] = {}  # The same, of its last sample that was served.
         self._weights: dict[str, int] = {}  # Of the clients with waiting samples; a file may change them meanwhile.
 
     @property
@@ -125,7 +125,8 @@ class FairShare:
         name = entry.caller.name
         if is_served:
             self.now = max(self.now, entry.start)
-            self._served[name] = entry.start + entry.need.total / entry.caller.weight
+            end = entry.start + entry.need.total / entry.caller.weight
+            self._served[name] = max(end, self._served.get(name, 0.0))  # One that waited aside is served late.
         _add(self.waiting, name, -1)
         if name not in self.waiting:
             del self._weights[name]

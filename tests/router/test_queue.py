@@ -315,6 +315,19 @@ async def test_what_ran_comes_before_every_class_and_what_only_had_a_seat_before
     assert placement is not None
 
 
+async def test_who_was_served_beside_a_sample_that_waits_aside_has_had_that_share() -> None:
+    pool = FakePool(largest=100, later=1000)
+    queue = make(pool, node_wait_s=60.0)
+    entries = dict(zip(["aside", "h0"], queue.enter([need(10, 200), need(1, 90)], caller=HOG), strict=True))
+    assert await give(pool, queue, entries, 1) == "h0"
+    pool.largest = 1000
+    queue.pump()
+    assert await give(pool, queue, entries, 1) == "aside"
+    (entries["h1"],) = queue.enter([need()], caller=HOG)
+    (entries["s0"],) = queue.enter([need()], caller=SMALL)
+    assert await give(pool, queue, entries, 2) == "s0 h1"
+
+
 async def test_what_had_a_seat_comes_before_what_stepped_aside() -> None:
     pool = FakePool(free=1, largest=10, later=100)
     queue = make(pool, node_wait_s=60.0)
