@@ -413,7 +413,8 @@ class AsyncClient:
     async def _answer(self, method: str, request: Any, deadline: Deadline) -> Any:
         router = await self._reach(deadline)
         try:
-            return await self._routers.track(getattr(router.stub, method)(request, timeout=deadline.remaining_s))
+            with self._routers.told():
+                return await self._routers.track(getattr(router.stub, method)(request, timeout=deadline.remaining_s))
         except grpc.RpcError as error:
             raise self._routers.failed(router, error) from error
 
@@ -442,9 +443,10 @@ class AsyncClient:
                 self._outputs[router] = Outputs(router.stub, routers.track, read_chunk)
             chunks = self._outputs[router].generate(rest.request(), deadline, prepared.metadata)
             try:
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        yield rest.take(chunk)
+                with routers.told():
+                    async with aclosing(chunks):
+                        async for chunk in chunks:
+                            yield rest.take(chunk)
                 rest.finish()
             except grpc.RpcError as error:
                 routers.failed(router, error)
@@ -456,8 +458,9 @@ class AsyncClient:
         router = await self._reach(deadline)
         call = router.stub.Verify(request, timeout=deadline.remaining_s)
         try:
-            async for response in self._routers.track(call):
-                yield codec.verify_result_from_proto(response)
+            with self._routers.told():
+                async for response in self._routers.track(call):
+                    yield codec.verify_result_from_proto(response)
         except grpc.RpcError as error:
             raise self._routers.failed(router, error) from error
         finally:

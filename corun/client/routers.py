@@ -10,7 +10,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -120,6 +121,17 @@ class Routers:
         self._in_progress.add(call)
         return call
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Turn the end of a tracked call by `close` into an error: gRPC cancels whoever waits for the call."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Python 3.10 does not say whether the task itself was cancelled.
+            if not self.is_closed or getattr(asyncio.current_task(), "cancelling", int)():
+                raise
+            raise _closed() from None
+
     async def pause(self, seconds: float) -> None:
         """Sleep, but no longer than until the client is closed."""
         sleep = self.track(asyncio.ensure_future(asyncio.sleep(seconds)))
@@ -154,7 +166,7 @@ class Routers:
                 log.warning("no router answers at %s yet: trying for another %.3g s", self._names, left)
             await self.pause(min(left, backoff.next_s()))
         if self.is_closed:
-            raise CancelledByPeerError("the client is closed")
+            raise _closed()
         return self._all[self._current]
 
     def failed(self, router: RouterLink, error: grpc.RpcError) -> CorunError:
@@ -173,6 +185,10 @@ class Routers:
     @property
     def _names(self) -> str:
         return ", ".join(router.address for router in self._all)
+
+
+def _closed() -> CancelledByPeerError:
+    return CancelledByPeerError("the client is closed")
 
 
 def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:

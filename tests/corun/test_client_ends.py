@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corun import AsyncClient, CancelledByPeerError, Client, OverloadedError, SamplingParams
+from corun import AsyncClient, CancelledByPeerError, Client, OverloadedError, SamplingParams, VerifyCase
 from corun.client.client import _LOOP_THREAD
 from corun.client.loop_thread import LoopThread
 from tests.answers import until
@@ -172,6 +173,35 @@ async def test_a_close_ends_the_search_for_a_router_with_an_error_of_ours() -> N
     await client.close()
     with pytest.raises(CancelledByPeerError):
         await call
+
+
+async def test_a_close_ends_calls_with_an_error_of_ours_and_cancels_no_task(fake: FakeRouter) -> None:
+    """gRPC cancels whoever waits for a call that is cancelled. A group of tasks would take that for nothing."""
+    fake.gate.clear()
+    client = AsyncClient(fake.address)
+    stream = client.stream(PROMPT, PARAMS)
+    assert (await anext(stream)).token_ids
+    fake.refused_prompts[""], fake.refused_beside = OverloadedError("later"), 99
+    case = VerifyCase(prompt_token_ids=(1, 2), sampling_params=PARAMS, seed=1)
+    calls: list[Awaitable[object]] = [anext(stream), anext(client.verify([case])), client.get_cluster()]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await until(lambda: bool(fake.verified))
+    await client.close()
+    for task in tasks:
+        with pytest.raises(CancelledByPeerError, match="the client is closed"):
+            await task
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a task does not say whether it was cancelled")
+async def test_a_task_that_is_cancelled_when_its_client_is_closed_stays_cancelled(fake: FakeRouter) -> None:
+    fake.gate.clear()
+    client = AsyncClient(fake.address)
+    task = asyncio.create_task(client.generate(PROMPT, PARAMS))
+    await until(lambda: bool(fake.requests))
+    task.cancel()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_a_client_that_is_closed_on_the_loops_own_thread_waits_for_nothing(fake: FakeRouter) -> None:
