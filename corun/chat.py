@@ -8,7 +8,7 @@ not know tokens, and loads neither torch nor vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,7 +55,8 @@ class ChatTemplate:
     def __init__(self, source: TemplateSource, max_content: int | None = None) -> None:
         """Compile a template.
 
-        max_content: the most characters that the contents of a chat may have together; None: any number.
+        max_content: the most characters that the contents of a chat may have together, and that its prompt may have;
+            None: any number.
 
         Raises:
             InvalidArgumentError: the model has no chat template.
@@ -103,8 +104,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return compiled.template.render(variables)
-        except MemoryError:
+            return "".join(self._bounded(compiled.template.generate(variables)))
+        except (MemoryError, InvalidArgumentError):
             raise
         except Exception as error:  # A template can raise anything. It met this chat, so the chat is what is refused.
             chat = Shown(f"{len(messages)} messages")
@@ -117,6 +118,18 @@ class ChatTemplate:
         if self._max_content is not None and size > self._max_content:
             limit = f"must be at most {self._max_content} characters of content together"
             raise InvalidArgumentError("messages", Shown(f"{size} characters"), limit)
+
+    def _bounded(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Yield the pieces of a prompt. Raises InvalidArgumentError once they are too long, before there are more: a
+        template may write a long variable with every message."""
+        size = 0
+        for piece in pieces:
+            size += len(piece)
+            if self._max_content is not None and size > self._max_content:
+                found = Shown(f"more than {self._max_content} characters")
+                limit = f"must be at most {self._max_content} characters when they are rendered"
+                raise InvalidArgumentError("messages", found, limit)
+            yield piece
 
 
 class _Compiled:

@@ -154,6 +154,15 @@ def test_contents_together_are_bounded_before_a_template_sees_them() -> None:
         assert (error.field, "at most 15 characters" in error.limit) == ("messages", True)
 
 
+def test_what_a_template_writes_with_every_message_is_bounded_while_it_does() -> None:
+    """A client's own variable may be as long as its request."""
+    source = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ raise_exception('rendered') }}"
+    template = ChatTemplate(TemplateSource(source=source), 100)
+    assert "rendered" in refusal(template, [USER] * 5, eos_token="x").limit
+    error = refusal(template, [USER] * 5, eos_token="x" * 50)
+    assert (error.field, "at most 100 characters when they are rendered" in error.limit) == ("messages", True)
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
