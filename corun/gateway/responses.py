@@ -26,6 +26,8 @@ LEAST_LOGPROB = -9999.0
 """The number that stands for minus infinity, which JSON lacks. vLLM uses the same number."""
 TOKENS_AT_ONCE = 64
 """The tokens whose log probabilities are made at once. One of them takes up to 0.3 ms, with 20 alternatives."""
+VALUES_AT_ONCE = 1024
+"""The numbers or texts of a long list that are written at once. A thousand of them take up to 0.6 ms."""
 quoted = json.encoder.encode_basestring_ascii
 
 
@@ -64,6 +66,10 @@ def parts(value: Any) -> Iterator[str]:
         for number, each in enumerate(value):
             yield ", " if number else "["
             yield from parts(each)
+        yield "]"
+    elif isinstance(value, list) and len(value) > VALUES_AT_ONCE:
+        for at in range(0, len(value), VALUES_AT_ONCE):
+            yield (", " if at else "[") + json.dumps(value[at : at + VALUES_AT_ONCE], allow_nan=False)[1:-1]
         yield "]"
     else:
         yield json.dumps(value, allow_nan=False)
