@@ -35,7 +35,7 @@ async def whole(asked: CompletionRequest, client: AsyncClient, shape: Shape, mod
     echoes = await _echoes_of(asked, client) if asked.scores else ()
     begun = shape.head(asked, model)
     if not asked.draws:
-        return echoed(begun, asked, echoes)
+        return await asyncio.to_thread(echoed, begun, asked, echoes)
     found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
     async with aclosing(chunks_of(asked, client)) as chunks:
         async for index, chunk in chunks:

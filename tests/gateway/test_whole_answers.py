@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 from aiohttp import web
 
-from corun.gateway import chat_responses, responses
+from corun.gateway import answers, chat_responses, responses
 from corun.gateway.responses import TOKENS_AT_ONCE, Parts, parts, plain
 from corun.gateway.streams import PIECE, EventStream, send_whole
 from corun.types import Alternatives, FinishReason
@@ -62,6 +63,14 @@ def test_no_part_of_a_long_list_takes_long_to_make() -> None:
     made = list(parts(columns))
     assert "".join(made) == json.dumps(columns)
     assert max(map(len, made)) < 3 * PIECE
+
+
+async def test_the_scores_of_many_prompts_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 prompts of 4096 tokens take a third of a second."""
+    asked: Any = SimpleNamespace(scores=True, draws=False, prompts=[])
+    monkeypatch.setattr(answers, "echoed", lambda *_: {"made_in": threading.get_ident()})
+    answer = await answers.whole(asked, mock.Mock(), mock.Mock(), "model")
+    assert answer["made_in"] != threading.get_ident()
 
 
 @pytest.mark.parametrize("with_tops", [False, True])
