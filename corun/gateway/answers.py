@@ -40,12 +40,13 @@ async def whole(asked: CompletionRequest, client: AsyncClient, shape: Shape, mod
     async with aclosing(chunks_of(asked, client)) as chunks:
         async for index, chunk in chunks:
             found[index].add(chunk)
-    generations = [each.finish() for each in found]
-    if asked.calls is None:
-        answer = shape.completion(begun, asked, generations)
-    else:  # Reading calls takes about a microsecond a character, and there may be many samples.
-        answer = await asyncio.to_thread(shape.completion, begun, asked, generations)
-    return await asyncio.to_thread(with_echoes, answer, asked, echoes) if echoes else answer
+
+    def made() -> dict[str, Any]:
+        answer = shape.completion(begun, asked, [each.finish() for each in found])
+        return with_echoes(answer, asked, echoes) if echoes else answer
+
+    # A million tokens take half a second, and a character in which calls may be takes about a microsecond.
+    return await asyncio.to_thread(made)
 
 
 def chunks_of(asked: CompletionRequest, client: AsyncClient) -> Numbered:

@@ -73,6 +73,14 @@ async def test_the_scores_of_many_prompts_are_written_beside_the_event_loop(monk
     assert answer["made_in"] != threading.get_ident()
 
 
+async def test_an_answer_is_put_together_beside_the_event_loop() -> None:
+    """256 samples of 4096 tokens take half a second."""
+    asked: Any = SimpleNamespace(scores=False, draws=True, prompts=[], calls=None)
+    shape: Any = SimpleNamespace(head=lambda *_: {}, completion=lambda *_: {"made_in": threading.get_ident()})
+    answer = await answers.whole(asked, mock.Mock(), shape, "model")
+    assert answer["made_in"] != threading.get_ident()
+
+
 @pytest.mark.parametrize("with_tops", [False, True])
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_parts_are_the_json_of_the_answer(kind: str, with_tops: bool) -> None:
