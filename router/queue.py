@@ -116,7 +116,7 @@ class FairShare:
             self._served = {name: end for name, end in self._served.items() if name in self.waiting}
         self._weights[caller.name] = caller.weight
         self.waiting[caller.name] += 1
-        start = max(self.now, self._ends.get(caller.name, 0.0))
+        start = max(self.now, self.end(caller.name))
         self._ends[caller.name] = start + tokens / caller.weight
         return start
 
@@ -131,6 +131,14 @@ class FairShare:
         if name not in self.waiting:
             del self._weights[name]
             self._ends[name] = self._served.get(name, 0.0)
+
+    def end(self, name: str) -> float:
+        """Return the virtual time at which a client's newest sample ends."""
+        return self._ends.get(name, 0.0)
+
+    def forget(self, name: str, end: float) -> None:
+        """Let a client's newest samples, which have left and began after `end`, cost nothing, served or not."""
+        self._ends[name], self._served[name] = end, min(end, self._served.get(name, 0.0))
 
 
 class Pace:
@@ -235,6 +243,7 @@ class SampleQueue:
         """Queue the samples of one request and return their entries. Some may already have a placement. Raises
         OverloadedError, and queues none of them, if more samples would have to wait than there is room for."""
         share = self._shares[priority]
+        end = share.end(caller.name)
         entries = [
             QueueEntry(next(self._numbers), need, caller, priority, share.enter(caller, need.total)) for need in needs
         ]
@@ -244,6 +253,7 @@ class SampleQueue:
         if any(entry.is_waiting for entry in entries) and not self._has_room(caller):
             for entry in entries:
                 self.leave(entry)
+            share.forget(caller.name, end)
             raise self._full()
         return entries
 

@@ -128,6 +128,17 @@ async def test_what_is_too_much_is_refused_whole() -> None:
     assert (queue.waiting, queue.waiting_tokens) == (2, 10)
 
 
+async def test_what_is_refused_costs_no_share() -> None:
+    """Some of its samples may have had placements by then."""
+    pool = FakePool(free=3)
+    queue = make(pool, max_samples=2)
+    with pytest.raises(OverloadedError):
+        queue.enter([need()] * 6, caller=HOG)
+    pool.free = 0
+    entries = {name: queue.enter([need()], caller=caller)[0] for name, caller in (("h0", HOG), ("s0", SMALL))}
+    assert await give(pool, queue, entries, 2) == "h0 s0"
+
+
 @pytest.mark.parametrize(
     ("gap", "later_on", "tokens", "node_wait_s", "deadline_s", "error", "says"),
     [
