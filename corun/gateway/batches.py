@@ -147,7 +147,7 @@ class Answers:
 
     async def _served(self) -> ModelStatus:
         if self._model is None:
-            self._model = (await self._client.get_cluster()).model
+            self._model = (await self._client.get_cluster(contracts=False)).model
         if self._model is None:
             raise UnavailableError("no node has joined the cluster yet")
         return self._model

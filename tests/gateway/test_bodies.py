@@ -179,7 +179,7 @@ async def test_who_waits_for_an_answer_about_the_model_is_told_it_also_if_it_is_
     """One after the other, each waiting for as long as a router may take, the last one would have no deadline."""
     asked, answers, questions = asyncio.Event(), asyncio.Event(), itertools.count(1)
 
-    async def get_cluster() -> Any:
+    async def get_cluster(**_: Any) -> Any:
         number = next(questions)
         asked.set()
         await answers.wait()

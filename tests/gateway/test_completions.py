@@ -278,7 +278,7 @@ async def test_priorities_reach_the_router(model: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("served_name", ["", "mine"])
-async def test_the_model_has_a_name(model: str, served_name: str) -> None:
+async def test_the_model_has_a_name(model: str, served_name: str, asked: list[Any]) -> None:
     name = served_name or Path(model).name
     async with cluster(model) as fake, serving(fake, served_name=served_name) as http:
         status, answer = await http.get("/v1/models")
@@ -296,3 +296,4 @@ async def test_the_model_has_a_name(model: str, served_name: str) -> None:
             status, answer, _ = await http.post({"prompt": "a", "model": other})
             assert (status, answer["error"]["type"]) == (404, "not_found_error")
             assert f"'{other}'" in answer["error"]["message"]
+    assert all(one.without_contracts for one in asked), "a router takes its time for them, and a client could ask often"
