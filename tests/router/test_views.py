@@ -15,6 +15,7 @@ from corun.params import SamplingParams
 from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
 from corun.types import ClusterStatus, NodeState
+from router import service
 from tests.clusters import FakeCluster, cluster, generate
 from tests.router.asking import MEMBER, PROMPT, token_of, with_tokens
 
@@ -69,6 +70,17 @@ async def test_a_client_sees_what_it_is_served_by_and_no_more(model: str, settin
         assert contract.model.environment == ("NCCL_IB_HCA=(hidden)", "VLLM_SECRET=(hidden)")
         assert contract.model.weights_digest == "w" * 64
         assert (d1.node.slots, d1.node.vocab_size, d1.node.model) == (8, 256, Path(model).name)
+
+
+async def test_contracts_are_read_once_for_clients(
+    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any client may ask as often as it likes, and each contract takes some of the router's time."""
+    async with cluster(model, client=Access(token=ALICE), **settings) as fake:
+        first = await seen_by(fake, ALICE)
+        monkeypatch.setattr(service, "Contract", None)
+        again = await seen_by(fake, ALICE)
+    assert [each.node.contract_json for each in again.nodes] == [each.node.contract_json for each in first.nodes]
 
 
 @pytest.mark.parametrize("token", [OPERATOR, MEMBER, ""])
