@@ -125,9 +125,9 @@ class Served:
         return self.name, self.root
 
 
-class _Kept(Generic[T]):
-    """An answer of the routers that many requests want. Who comes while it is asked for waits for that question, also
-    if it ends with an error."""
+class Kept(Generic[T]):
+    """An answer that many requests want. Who comes while it is asked for waits for that question, also if it ends with
+    an error."""
 
     def __init__(self, ask: Callable[[T | None], Coroutine[Any, Any, T]]) -> None:
         self._ask = ask
@@ -160,12 +160,12 @@ class _KeptByToken(Generic[T]):
     def __init__(self, ask: Callable[[str], Coroutine[Any, Any, T]], most: int) -> None:
         self._ask = ask
         self._most = most
-        self._known: OrderedDict[str, _Kept[T]] = OrderedDict()
+        self._known: OrderedDict[str, Kept[T]] = OrderedDict()
 
     async def get(self, token: str) -> T:
         """Return an answer that is at most 10 s old, since a cluster may come back with another model and a token may
         be revoked. While no router can answer, the last answer is used."""
-        known = self._known.setdefault(token, _Kept(lambda last: self._ask_again(token, last)))
+        known = self._known.setdefault(token, Kept(lambda last: self._ask_again(token, last)))
         self._known.move_to_end(token)
         if len(self._known) > self._most:
             self._known.popitem(last=False)
@@ -192,7 +192,7 @@ class Catalog:
         self._served = _KeptByToken(self.asked, config.max_tokens_kept)
         self._templates = _KeptByToken(self._ask_template, config.max_tokens_kept)
         self._own_token = config.own_token()
-        self._health = _Kept(self._ask_health)
+        self._health = Kept(self._ask_health)
 
     async def served(self, token: str) -> Served:
         """Return the served model. Raises the error with which a router refuses the call, or UnavailableError."""

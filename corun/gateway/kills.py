@@ -12,6 +12,7 @@ import time
 
 from corun.client.client import AsyncClient
 from corun.errors import NotFoundError, OverloadedError, PermissionDeniedError, Shown, UnavailableError, shown
+from corun.gateway.clients import Kept
 from corun.gateway.config import GatewayConfig
 from corun.types import ClusterStatus
 
@@ -33,17 +34,15 @@ class Kills:
             self.denied = "the operator has not allowed it (corun up --http PORT --allow-kills)"
         elif not config.supervisor:
             self.denied = "this gateway was not started by corun up, so nobody would start the node again"
-        self._asking: asyncio.Future[str] | None = None
+        self._state = Kept(lambda _: self._ask({}))
         self._tried_at = -BETWEEN_S
 
     async def refused(self) -> str:
         """Return why no node can be killed now; empty: one can be. Those who ask at the same time get one answer."""
         if self.denied:
             return self.denied
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(self._ask({}))
         try:
-            return await asyncio.shield(self._asking)
+            return await self._state.get(0.0)
         except UnavailableError as error:
             return str(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from corun.gateway import kills as gateway_kills
+from corun.gateway.config import GatewayConfig
+from tests.answers import settle
 from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import Http, joined, serving
 from tests.secrets import Secrets
@@ -146,3 +149,26 @@ async def test_a_client_cannot_reach_the_request_of_another(model: str, tmp_path
         await drawing(fake)
         assert (await answered(http, headers={"Authorization": f"Bearer {other}"}))[0] == 404
         assert (await running)[0] == 200
+
+
+async def test_an_error_that_nobody_waits_for_any_more_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page may be closed while `corun up`, which has ended, is asked."""
+    kills, ended = gateway_kills.Kills(GatewayConfig(allow_kills=True, supervisor="/nowhere")), asyncio.Event()
+
+    async def exchange(_: bytes) -> bytes:
+        await ended.wait()
+        raise ConnectionResetError
+
+    monkeypatch.setattr(kills, "_exchange", exchange)
+    waiting = asyncio.ensure_future(kills.refused())
+    await settle()
+    waiting.cancel()
+    await settle()
+    ended.set()
+    await settle()
+    monkeypatch.undo()
+    del kills, waiting
+    gc.collect()
+    assert caplog.text == ""
