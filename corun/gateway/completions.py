@@ -8,10 +8,10 @@ cluster and frees its slots. This module must not know routes, nor how clients a
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -112,10 +112,10 @@ class Completions:
             answer = {
                 "count": len(found.token_ids),
                 "max_model_len": incoming.served.max_model_len,
-                "tokens": found.token_ids,
-                "token_strs": found.tokens if asked.return_token_strs else None,
+                "tokens": list(found.token_ids),
+                "token_strs": list(found.tokens) if asked.return_token_strs else None,
             }
-            return web.json_response(answer)
+            return await self._whole(incoming, answer)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Answer with the text of tokens."""
@@ -123,7 +123,8 @@ class Completions:
             model, token_ids = read_detokenize(incoming.body)
             check_model(model, *incoming.served.names)
             with self._clients.lease(incoming.token) as client, naming("token_ids", "tokens"), self.activity.told():
-                return web.json_response({"prompt": await client.detokenize(token_ids)})
+                text = await client.detokenize(token_ids)
+            return await self._whole(incoming, {"prompt": text})
 
     @asynccontextmanager
     async def _incoming(self, request: web.Request) -> AsyncIterator[_Incoming]:
@@ -162,6 +163,9 @@ class Completions:
                 return await self._stream(incoming.request, events, chunks)
         with self.activity.told():
             answer = await whole(asked, client, shape, model)
+        return await self._whole(incoming, answer)
+
+    async def _whole(self, incoming: _Incoming, answer: Mapping[str, Any]) -> web.StreamResponse:
         return await send_whole(incoming.request, parts(answer), self._config.client_timeout_s)
 
     async def _stream(self, request: web.Request, events: Events, chunks: Numbered) -> web.StreamResponse:

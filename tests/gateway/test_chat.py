@@ -12,6 +12,7 @@ import pytest
 
 from corun.chat import ChatTemplate, read_template
 from corun.client.client import AsyncClient
+from corun.gateway import streams
 from corun.gateway.chats import _FIXED_OF_CHATS, Chat
 from corun.params import SamplingParams, sample_seed
 from corun.receipt import prompt_digest
@@ -380,6 +381,20 @@ async def test_text_becomes_tokens_and_text_again(chat_model: str) -> None:
         ):
             assert await http.refused(body, path) == field, body
         assert (await http.post({"prompt": "a", "model": "other"}, "/tokenize"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "a" * 300}), ("/detokenize", {"tokens": [97] * 300})]
+)
+async def test_long_answers_about_tokens_are_sent_in_pieces(
+    model: str, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Each piece has to be taken in time. Else clients could leave any number of answers in the gateway's memory."""
+    monkeypatch.setattr(streams, "PIECE", 100)
+    async with cluster(model) as fake, serving(fake) as http:
+        status, answer, headers = await http.post(body, path)
+    assert (status, headers["Transfer-Encoding"], headers["Content-Type"][:16]) == (200, "chunked", "application/json")
+    assert len(answer.get("prompt") or answer["tokens"]) >= 300
 
 
 @pytest.mark.parametrize("streamed", [False, True])
