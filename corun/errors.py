@@ -105,9 +105,9 @@ class _RefusedValueError(CorunError):
     def _pack(self) -> list[Message]:
         value = shown(self.value)
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_clip(self.field, 128), description=_clip(f"{value}: {self.limit}", 256)
+            field=clip(self.field, 128), description=clip(f"{value}: {self.limit}", 256)
         )
-        info = _info(self.code.name, value=value, limit=_clip(self.limit, 256))
+        info = _info(self.code.name, value=value, limit=clip(self.limit, 256))
         return [error_details_pb2.BadRequest(field_violations=[violation]), info]
 
     @classmethod
@@ -208,15 +208,15 @@ class ContractMismatchError(CorunError):
     def __str__(self) -> str:
         if not self.differences:
             return self.message
-        pairs = (f"{field}: {_clip(a)} != {_clip(b)}" for field, (a, b) in sorted(self.differences.items()))
+        pairs = (f"{field}: {clip(a)} != {clip(b)}" for field, (a, b) in sorted(self.differences.items()))
         return f"{self.message}: " + "; ".join(pairs)
 
     def _pack(self) -> list[Message]:
         failure = error_details_pb2.PreconditionFailure()
         for field, pair in sorted(self.differences.items()):
             # The values travel as JSON, so that any text in them comes back unchanged.
-            values = json.dumps([_clip(value, _MAX_SHOWN_DIFFERENCE) for value in pair], ensure_ascii=False)
-            failure.violations.add(type="CONTRACT", subject=_clip(field, 128), description=values)
+            values = json.dumps([clip(value, _MAX_SHOWN_DIFFERENCE) for value in pair], ensure_ascii=False)
+            failure.violations.add(type="CONTRACT", subject=clip(field, 128), description=values)
             if failure.ByteSize() > _MAX_DIFFERENCES_BYTES:
                 del failure.violations[-1]
                 break
@@ -248,7 +248,7 @@ class StaleGenerationError(CorunError):
 
     def _pack(self) -> list[Message]:
         values = {"node_id": self.node_id, "expected": self.expected, "actual": self.actual}
-        return [_info("STALE_GENERATION", **{name: _clip(value, 128) for name, value in values.items()})]
+        return [_info("STALE_GENERATION", **{name: clip(value, 128) for name, value in values.items()})]
 
     @classmethod
     def _unpack(cls, text: str, details: Details) -> CorunError:
@@ -299,10 +299,10 @@ def kind_of(error: CorunError) -> str:
 def shown(value: object) -> str:
     """Return `value` as errors show it: its repr, abbreviated to 64 characters."""
     if isinstance(value, Shown):
-        return _clip(str(value))
+        return clip(str(value))
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long integers.
-    return _clip(_repr.repr(value))
+    return clip(_repr.repr(value))
 
 
 def to_status(error: CorunError) -> status_pb2.Status:
@@ -348,11 +348,11 @@ def _message(error: CorunError) -> str:
     for i, char in enumerate(text):
         room -= 1 if " " <= char <= "~" else 3 * len(char.encode("utf-8", "replace"))  # gRPC writes it as %XX.
         if room < 0:
-            return _clip(text, i + 1)
-    return _clip(text, len(text))
+            return clip(text, i + 1)
+    return clip(text, len(text))
 
 
-def _clip(text: str, length: int = MAX_SHOWN_VALUE) -> str:
+def clip(text: str, length: int = MAX_SHOWN_VALUE) -> str:
     """Return at most `length` characters of `text` as valid Unicode, since protobuf refuses lone surrogates."""
     clipped = text if len(text) <= length else text[: length - 1] + "…"
     return clipped.encode("utf-8", "replace").decode()

@@ -18,6 +18,7 @@ from corun.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
     Shown,
+    clip,
     renaming,
     shown,
 )
@@ -38,6 +39,9 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
 }
 """The HTTP status and the `error.type` of each kind of error."""
 
+MAX_FIELD, MAX_LIMIT = 128, 1000
+"""The most characters of a field's name and of its limit in an error. Both may be of the client's making, as long as
+its request."""
 SAMPLING = "sampling_params."
 """The prefix of field names in the routers' errors. It is removed, since in HTTP these fields are at the top level."""
 
@@ -47,9 +51,10 @@ def body_of(error: CorunError) -> dict[str, Any]:
     status, kind = STATUSES[error.code]
     if not isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
         return body(status, kind, str(error).replace(SAMPLING, ""))
-    field, value = error.field.removeprefix(SAMPLING), _as_json(error.value)
-    found = body(status, kind, f"{field} = {value}: {error.limit}".replace(SAMPLING, ""))
-    found["error"] |= {"param": field, "value": value, "limit": error.limit}
+    field, value = clip(error.field.removeprefix(SAMPLING), MAX_FIELD), _as_json(error.value)
+    limit = clip(error.limit, MAX_LIMIT)
+    found = body(status, kind, f"{field} = {value}: {limit}".replace(SAMPLING, ""))
+    found["error"] |= {"param": field, "value": value, "limit": limit}
     return found
 
 

@@ -310,6 +310,8 @@ def test_values_are_shown_as_json(value: Any, text: str) -> None:
 def test_the_text_of_a_prompt_is_not_shown_whole() -> None:
     assert body_of(InvalidArgumentError("prompt", [7] * 10**7, "must be shorter"))["error"]["value"].endswith(" 7,…")
     assert len(body_of(InvalidArgumentError("prompt", "x" * 10_000, "must be shorter"))["error"]["message"]) < 200
+    # A client may name a field as it likes, and a template may say what it likes of a chat.
+    assert len(json.dumps(body_of(InvalidArgumentError("x" * 10_000, 1, "z" * 10_000)))) < 3000
 
 
 @pytest.mark.parametrize(
