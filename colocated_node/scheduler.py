@@ -405,7 +405,7 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         tails = {sample.request_id: self._tail(sample) for sample in self._beside}
         if len(rows) > self.slots or any(count != tails.get(name, 1) for name, count in rows.items()):
             raise RuntimeError(f"a decode step holds one token for up to {self.slots} requests: {rows}")
-        self.check_prompts(prompts, chosen)
+        self.check_prompts(prompts, chosen, samples=len(rows))
         if prompts:
             output.kv_connector_metadata.rows = len(rows)
 

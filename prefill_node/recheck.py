@@ -37,12 +37,15 @@ class Computation:
     cached_tokens: int
     """Its tokens from the prefix cache."""
     steps: Sequence[Sequence[int]]
-    """Its own tokens, the prompts, and the tokens of all of them, in each of its steps."""
+    """Its own tokens, the prompts, the tokens of all of them, and the samples beside them, in each of its steps."""
 
     @property
     def how(self) -> str:
         """How it was computed, in words."""
-        ran = "; ".join(f"{own} of the {total} tokens of {prompts} prompts" for own, prompts, total in self.steps)
+        ran = "; ".join(
+            f"{own} of the {total} tokens of {prompts} prompts" + (f" beside {samples} samples" if samples else "")
+            for own, prompts, total, samples in self.steps
+        )
         freedoms = ", ".join(sorted(self.freedoms))
         return f"it may use {freedoms}, took {self.cached_tokens} tokens from the cache, and ran as {ran}"
 

@@ -174,12 +174,12 @@ class PrefillScheduler(ReservingScheduler):
         tokens: int = min(self.chunk, request.num_prompt_tokens - start)
         return tokens
 
-    def check_prompts(self, counts: Mapping[str, int], chosen: Sequence[Request]) -> None:
+    def check_prompts(self, counts: Mapping[str, int], chosen: Sequence[Request], samples: int = 0) -> None:
         """Refuse a step with a request that was not chosen, with a chunk that its request may not have, or with a
         context beside others where that must not be.
 
         Note for each checked prompt how large the step is: a difference that is found later names it.
-        counts: the tokens of each request of the step.
+        counts: the tokens of each prompt of the step. samples: how many samples are in it, too.
         """
         requests = {request.request_id: request for request in chosen}
         if counts.keys() - requests.keys():
@@ -195,7 +195,7 @@ class PrefillScheduler(ReservingScheduler):
                     f"prompt {name} has {start} tokens of context, and shares the step of {sorted(counts)}"
                 )
             if (params := request.kv_transfer_params or {}).get(CHECK_PARAM):
-                params.setdefault(STEPS_PARAM, []).append([count, len(counts), sum(counts.values())])
+                params.setdefault(STEPS_PARAM, []).append([count, len(counts), sum(counts.values()), samples])
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Add to the request's output when its computation began, and in which steps it ran if it is checked."""

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 
 from colocated_node.shares import prompt_blocks
+from corun.node.kv.handle import STEPS_PARAM
 from corun.types import NodeRole
 from decode_node.slots import SlotTable
 from tests.decode_node.test_scheduler import FIXED
@@ -446,6 +447,25 @@ def test_no_sample_begins_while_another_one_gets_the_blocks_of_their_prompt_else
 
 
 @PLATFORMS
+def test_a_checked_prompt_is_told_how_many_samples_were_in_its_steps(stepping: ModuleType, platform: Platform) -> None:
+    """A difference that is found later names them."""
+    ops = (sample(40, 60), sample(40, 60), Run(6), Arrive(prompt=100, freedoms=MIXED))
+    engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform, role=None)
+    schedule = engine.scheduler.schedule
+    told: list[list[int]] = []
+
+    def watched() -> Any:
+        output = schedule()
+        if (prompt := engine.scheduler.requests.get("2")) and "2" in output.num_scheduled_tokens:
+            told.append(prompt.kv_transfer_params[STEPS_PARAM][-1])
+        return output
+
+    engine.scheduler.schedule = watched
+    engine.play()
+    assert told == [[16, 1, 16, 2]] * 6 + [[4, 1, 4, 2]]
+
+
+@PLATFORMS
 def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: ModuleType, platform: Platform) -> None:
     """Its other reader comes late, or never: then its lease ends. So prompts have no more than their part of all
     blocks, and each sample finds the room that it was promised."""
@@ -689,7 +709,7 @@ def show_all_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
         return [*(one for one in self.started() if one.num_computed_tokens < one.num_prompt_tokens), *self.unstarted()]
 
     monkeypatch.setattr(cls, "choose", choose)
-    monkeypatch.setattr(cls, "check_prompts", lambda *_: None)
+    monkeypatch.setattr(cls, "check_prompts", lambda *_, **__: None)
 
 
 def take_rows_tokens(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:

@@ -88,7 +88,7 @@ class Engine(VllmPrefillEngine):
         owners = [("earlier", len(self.cached))] if self.cached else []
         params = {
             BEGAN_PARAM: 7.5,
-            STEPS_PARAM: [[16, 3, 90], [num_tokens - 16, 1, 4]],
+            STEPS_PARAM: [[16, 3, 90, 7], [num_tokens - 16, 1, 4, 0]],
             "remote_engine_id": "p0-engine",
             "remote_request_id": request_id,
             "remote_block_ids": ([*self.cached, *range(first, first + own)],),
@@ -223,7 +223,7 @@ async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
     first = [*cached, 100, 101][:2]
     digests = [[1000 * rank + block for block in first] for rank in (1, 2)]
     assert [(one.prompt_token_ids, one.digests) for one in found] == [((5,) * 40, digests)] * is_told
-    assert all("16 of the 90 tokens of 3 prompts; 24 of the 4 tokens" in one.how for one in found)
+    assert all("16 of the 90 tokens of 3 prompts beside 7 samples; 24 of the 4 tokens" in one.how for one in found)
 
 
 async def test_a_prompt_is_computed_again_isolated_and_nothing_is_kept(engine: Engine, llm: Llm) -> None:

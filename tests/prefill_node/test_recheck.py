@@ -33,7 +33,7 @@ class Engine:
             digests=digests(first),
             freedoms={"packed", "cached"},
             cached_tokens=16,
-            steps=[[16, first, 90], [1, 1, 1]],
+            steps=[[16, first, 90, 5], [1, 1, 1, 0]],
         )
 
     async def recompute(self, prompt: Sequence[int]) -> Digests:
@@ -87,8 +87,8 @@ async def test_one_differing_bit_is_a_finding_with_the_company_that_it_had(engin
     (finding,) = engine.findings
     assert "first in KV block 1 of 2 (rank 1)" in finding
     assert finding.endswith(
-        "it may use cached, packed, took 16 tokens from the cache, and ran as 16 of the 90 tokens of 7 prompts; "
-        "1 of the 1 tokens of 1 prompts"
+        "it may use cached, packed, took 16 tokens from the cache, and ran as 16 of the 90 tokens of 7 prompts "
+        "beside 5 samples; 1 of the 1 tokens of 1 prompts"
     )
     assert (engine.asked, engine.count("different")) == ([7], 1)
 

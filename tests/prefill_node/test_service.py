@@ -266,7 +266,7 @@ async def test_releases_reach_the_engine_of_their_own_generation(node: Node) -> 
 
 def computed(*prompt: int, moved: int = 0) -> Computation:
     """What an engine tells of a prompt that it computed beside two others. moved: how far its last digest is off."""
-    digests, steps = [[*prompt[:-1], prompt[-1] + moved]], [[len(prompt), 3, 9]]
+    digests, steps = [[*prompt[:-1], prompt[-1] + moved]], [[len(prompt), 3, 9, 0]]
     return Computation(prompt_token_ids=prompt, digests=digests, freedoms={"packed"}, cached_tokens=0, steps=steps)
 
 

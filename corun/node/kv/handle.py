@@ -36,8 +36,8 @@ IDLE_PARAM = "corun_idle"
 """The key in a prefill's `kv_transfer_params` for whether nobody waits for it: on a shared GPU it does not go before
 decode steps."""
 STEPS_PARAM = "corun_steps"
-"""The key in the `kv_transfer_params` that a checked prefill ends with, for its steps: its own tokens, the prompts, and
-the tokens of all of them, in each."""
+"""The key in the `kv_transfer_params` that a checked prefill ends with, for its steps: its own tokens, the prompts, the
+tokens of all of them, and the samples beside them, in each."""
 TARGETS_PARAM = "corun_targets"
 """The key in a prefill's `kv_transfer_params` for the token ids to score. The logits of the prompt's last tokens, as
 many as these, each score one. Nobody reads the KV of such a prompt."""
