@@ -176,6 +176,8 @@ def _node_table(cluster: ClusterStatus) -> Table:
             state.stylize(STATE_STYLES[status.state], 0, len(status.state.value))
         busy = f"{load.queued_prompt_tokens} queued tokens"
         done = f"{load.tokens} tokens\n{load.cached_tokens} cached"
+        if load.cached_tokens:
+            done += f"\n{load.cached_tokens / (load.cached_tokens + load.tokens):.0%} from cache"
         if node.role is NodeRole.DECODE:
             busy, done = (
                 f"{load.used_slots}/{node.slots} slots, {status.in_line} in line",

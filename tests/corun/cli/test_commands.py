@@ -347,7 +347,7 @@ def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     nodes = [
         replace(
             node,
-            load=replace(node.load, tokens=1_234_567, cached_tokens=3400, steps=123_456, used_kv_blocks=12_345),
+            load=replace(node.load, tokens=1_234_567, cached_tokens=411_523, steps=123_456, used_kv_blocks=12_345),
         )
         for node in fake.status.nodes
     ]
@@ -357,7 +357,7 @@ def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     for node in fake.status.nodes:
         assert node.node.ref.generation in text
         assert re.search(rf"^{node.node.ref.node_id} .* ago *$", text, flags=re.MULTILINE), text
-    assert re.search(r"1234567 tokens .*\n.* 3400 cached ", text)
+    assert re.search(r"1234567 tokens .*\n.* 411523 cached .*\n.* 25% from cache ", text)
 
 
 # fingerprint
