@@ -163,6 +163,8 @@ class Benchmark:
         self._vocab_size = int(config["vocab_size"])
         self._tokenize = workloads.tokenizer(machine.model)
         self._made: dict[tuple[Any, ...], Workload] = {}
+        self._drawn: dict[tuple[str, str], tuple[str, Run]] = {}
+        """What the first system of a contract drew in a crowd, with its name, by fingerprint and workload."""
         self.say = Progress()
         self.result: results.Json = {
             "schema": results.SCHEMA,
@@ -309,7 +311,8 @@ class Benchmark:
         return run
 
     async def _compare(self, found: RunningSystem, spec: workloads.Spec) -> None:
-        """Run some requests among many others, then again few at a time in another order, and compare every bit."""
+        """Run some requests among many others, then again few at a time in another order, and compare every bit; also
+        with what another system of the same contract drew: placement must not change a bit."""
         if not (wanted := self.options.mismatch_requests):
             return
         made = self._workload(spec, COMPARED, self.options.max_concurrency[-1])
@@ -321,10 +324,19 @@ class Benchmark:
         few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
         first, again = [await self._drive(found, workload, logprobs=True) for workload in (crowd, few)]
         first.outcomes = first.outcomes[:wanted]
-        (row, not_compared), where = metrics.mismatches(first, again), f"{found.name}: {spec.name}"
-        self.result["mismatches"].append({"system": found.name, "workload": spec.name, **row})
+        self._note(found, spec, first, again)
+        if found.fingerprint:
+            other, drawn = self._drawn.setdefault((found.fingerprint, spec.name), (found.name, first))
+            if other != found.name:
+                self._note(found, spec, drawn, first, against=other)
+
+    def _note(self, found: RunningSystem, spec: workloads.Spec, one: Run, other: Run, *, against: str = "") -> None:
+        """Note how many requests differ between two runs. against: the system of the first one, if it is another."""
+        (row, not_compared), where = metrics.mismatches(one, other), f"{found.name}: {spec.name}"
+        self.result["mismatches"].append({"system": found.name, "workload": spec.name, "against": against, **row})
         self._save()
-        self.say(f"{where}: {row['different_bits']} of {row['requests']} requests differ in other company")
+        company = f"from {against}" if against else "in other company"
+        self.say(f"{where}: {row['different_bits']} of {row['requests']} requests differ {company}")
         if not_compared:
             self._fail(f"{where}: {len(not_compared)} requests could not be compared")
 

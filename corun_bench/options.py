@@ -54,7 +54,8 @@ class BenchOptions(SharedOptions):
     goodput: tuple[str, ...] = ()
     """Limits in ms that a good request keeps, as in ttft:200 tpot:50."""
     mismatch_requests: int = 32
-    """Requests of each workload that are run again among other requests and compared; 0: none."""
+    """Requests of each workload that are run again among other requests and compared, and compared between clusters of
+    one contract; 0: none."""
     mismatch_tokens: int = 64
     """Tokens of each of these requests that are compared."""
     padding: tuple[int, ...] = ()

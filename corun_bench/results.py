@@ -6,7 +6,8 @@
                   "gpu_memory": {…}, "fingerprint", "settings": {…},
                   "handoff": {"count", "bytes", "failed", "mean_ms", "gb_per_s"} | null}],
      "runs": [{"system", "workload", "repeat", …corun_bench.metrics.summarize…}],
-     "mismatches": [{"system", "workload", "requests", "different_tokens", "different_bits", "tokens_only", "rate"}]}
+     "mismatches": [{"system", "workload", "against", "requests", "different_tokens", "different_bits", "tokens_only",
+                     "rate"}]}
 
 The result file of `corun bench kernels` is read here as well, because a report shows both: {"schema":
 "corun-bench-kernels-1", "kernels": [{"kernel", "variant", …}], …}. A handoff is the reading of one prompt's KV by a

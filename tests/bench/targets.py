@@ -18,6 +18,8 @@ class FakeTarget(Target):
 
     delay_s: float = 0.001
     crowd_shows: bool = False
+    own: int = 0
+    """What else its tokens depend on."""
     errors: dict[int, CorunError] = field(default_factory=dict)
     """Raised for the request of an index."""
     hanging: frozenset[int] = frozenset()
@@ -40,7 +42,7 @@ class FakeTarget(Target):
             if request.index in self.errors:
                 raise self.errors[request.index]
             crowd = self.most if self.crowd_shows else 0
-            draw = random.Random(f"{request.prompt_token_ids} {request.seed} {crowd}")
+            draw = random.Random(f"{request.prompt_token_ids} {request.seed} {crowd} {self.own}")
             for _ in range(request.max_tokens - self.lost_tokens):
                 outcome.arrivals.append((time.monotonic(), 1))
                 outcome.token_ids.append(draw.randrange(100))

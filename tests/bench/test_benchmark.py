@@ -45,7 +45,8 @@ def over(monkeypatch: pytest.MonkeyPatch, **targets: Target) -> None:
             raise UnavailableError("it does not start\nits log")
         target = targets[system.name]
         engines = getattr(target, "engines", [])
-        yield FakeRunning(name=system.name, target=target, settings={}, pads=system.pads, slots=4, engines=engines)
+        contract = {"fingerprint": "f" * system.name.startswith("cluster"), "settings": {}, "slots": 4}
+        yield FakeRunning(name=system.name, target=target, pads=system.pads, engines=engines, **contract)
 
     monkeypatch.setattr(benchmark, "up", up)
 
@@ -77,6 +78,25 @@ async def test_every_system_runs_every_workload_and_bits_that_depend_on_the_crow
     said = capsys.readouterr().err
     assert "std: in=8,out=4: 1 of 6 requests done" in said
     assert "6 of 6 requests done" not in said
+
+
+async def test_placements_of_one_contract_are_compared_with_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that always gives the same bits, but others than the first, is found only so."""
+    over(monkeypatch, **{"cluster": FakeTarget(), "cluster:colocated": FakeTarget(), "cluster:1p1d": FakeTarget(own=7)})
+    one = made(tmp_path, systems="cluster,cluster:colocated,cluster:1p1d", repeats=1)
+    one.prepare()
+    await one.run()
+    rows = [row for row in one.result["mismatches"] if row["workload"] == "in=8,out=4"]
+    assert [(row["system"], row["against"], row["requests"], row["different_bits"]) for row in rows] == [
+        ("cluster", "", 3, 0),
+        ("cluster:colocated", "", 3, 0),
+        ("cluster:colocated", "cluster", 3, 0),
+        ("cluster:1p1d", "", 3, 0),
+        ("cluster:1p1d", "cluster", 3, 3),
+    ]
+    assert "cluster:1p1d: in=8,out=4: 3 of 3 requests differ from cluster\n" in capsys.readouterr().err
 
 
 async def test_no_prompt_of_a_timed_run_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
