@@ -190,14 +190,15 @@ class _Planner:
 
     def _best_first(self, rows: Sequence[Row]) -> list[Row]:
         """Return the placements in order: first those that reach the goodput, then by worth. Those that are as good as
-        the best go by fewer kinds of nodes, since these are simpler to run, and then by the time of a request."""
+        the best go by what is simpler to run, colocated nodes, pairs or a mix, and then by the time of a request."""
         reached = {row["placement"] for row in rows if self._goodput and row["good"] >= self._options.attain}
         most = max(self._worth(row) for row in rows if row["placement"] in reached or not reached)
 
         def place(row: Row) -> tuple[Any, ...]:
             worth = self._worth(row)
             is_same = worth >= (1 - SAME) * most
-            order = (len(row["load"]), row["p50_e2el_ms"]) if is_same else (-worth,)
+            kinds = row["load"].keys()
+            order = ("colocated" in kinds and len(kinds) > 1, len(kinds), row["p50_e2el_ms"]) if is_same else (-worth,)
             return bool(reached) and row["placement"] not in reached, not is_same, *order, row["placement"]
 
         return sorted(rows, key=place)

@@ -16,8 +16,8 @@ from corun.launch.members import ProcessSpec
 
 TURNS = "the one GPU has two copies of the weights, whose engines take turns"
 INSTEAD = (
-    "a colocated node (--colocated 1, or [pools.NAME.colocated]) has one copy, more room for KV, and no turns; with long"
-    " prompts it was at 0.99 of stock vLLM's speed, and the two at 0.91 (Qwen3-8B, one H200, 2048 tokens in, 64 out)"
+    "a colocated node (--colocated 1, or [pools.NAME.colocated]) has one copy, more room for KV, and no turns; with"
+    " long prompts it was at 0.99 of stock vLLM's speed, and the two at 0.91 (Qwen3-8B, one H200, 2048 in, 64 out)"
 )
 
 

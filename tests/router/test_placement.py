@@ -17,6 +17,7 @@ from decode_node.slots import NoRoomError, SlotTable
 from router.nodes.node import PrefillNode
 from router.placement import (
     BEGINNING,
+    BESIDE,
     PREFILLS_IN_FLIGHT,
     STEPS_IN_FLIGHT,
     DecodeRoom,
@@ -157,6 +158,30 @@ def test_a_node_that_only_decodes_is_not_left_empty_by_colocated_ones() -> None:
         decodes = [decode("a", slots=8, engine="a"), decode("d", slots=8, engine=engine)]
         decodes[0][1].take(NEED)
         assert chosen(decodes, prefills)[0] == found
+
+
+def test_nodes_of_one_role_are_used_before_colocated_ones_with_rows() -> None:
+    """A prompt goes there even if it waits for a step's tokens more, and a row as long as a slot is free."""
+    for queued, rows, found in ((BESIDE - 16, 1, "dp"), (BESIDE + 16, 1, "da"), (16, 0, "da")):
+        decodes, prefills = (
+            [decode("d"), decode("a", slots=8, engine="a")],
+            [prefill("a", engine="a"), prefill("p", queued=queued)],
+        )
+        for _ in range(rows):
+            decodes[1][1].take(NEED)
+        assert chosen(decodes, prefills) == found
+    full = decode("d", slots=8)
+    for _ in range(8):
+        full[1].take(NEED)
+    assert chosen([full, decode("a", slots=8, engine="a")], [prefill("a", engine="a")]) == "aa"
+    assert chosen([full], [prefill("a", engine="a")]) == "da", "in line, if there is no other"
+
+
+def test_between_colocated_nodes_alone_rows_count_for_nothing() -> None:
+    """What one has in its prefix cache would not be found if a prompt were kept away from rows."""
+    decodes = [decode("a", slots=8, engine="a"), decode("b", slots=8, engine="b")]
+    decodes[0][1].take(NEED)
+    assert chosen(decodes, [prefill("a", engine="a"), prefill("b", queued=16, engine="b")]) == "aa"
 
 
 def test_a_node_without_room_for_the_sample_is_no_reason_to_leave_the_one_with_the_most() -> None:
