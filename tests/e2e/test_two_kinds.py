@@ -97,8 +97,8 @@ def test_both_kinds_give_a_score_the_same_bits(cluster: Cluster, colocated: None
 
 @pytest.mark.timeout(240)
 async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: Cluster, colocated: None) -> None:
-    """The pair's decode node falls silent. The colocated node dies while it does that one's work as well as its own, so
-    both its sides are lost. Then there is only the pair."""
+    """The pair's decode node falls silent. The colocated node dies while it does that one's work, so both its sides are
+    lost. Then there is only the pair."""
     async with AsyncClient(cluster.address, timeout_s=180) as client:
 
         def start(name: str) -> list[asyncio.Task[Generation]]:
@@ -112,7 +112,7 @@ async def test_streams_go_from_the_pair_to_the_colocated_node_and_back(cluster: 
             return decoding("c0") == sum(not stream.done() for stream in streams)
 
         streams = start("there-and-back")
-        await asyncio.to_thread(wait_for, lambda: decoding("decode") and decoding("c0"), "both nodes have streams")
+        await asyncio.to_thread(wait_for, lambda: decoding("decode"), "the pair has streams")
         decode = cluster.processes.running["decode"].pid
         with stopped(decode, *descendants(decode)):
             await asyncio.to_thread(wait_for, all_have_moved, "the colocated node has all streams")
