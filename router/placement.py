@@ -53,7 +53,7 @@ and a row there waits for its prompts.
 
 It is a full step of a prefill node. In the simulation of 4 GPUs with rates of H200, mixes of both kinds of nodes had
 less time between tokens with it, first tokens no later, and up to a quarter more throughput: two prefill nodes and two
-colocated ones with 50 prompts of 2048 tokens a second, 256 tokens out each, drew a token every 13 ms instead of 44.
+colocated ones with 50 prompts of 2048 tokens a second, 256 tokens out each, drew a token every 14 ms instead of 44.
 With twice as much, first tokens came later; with half, tokens.
 """
 OWN_PART = 4
