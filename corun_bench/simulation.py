@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import NamedTuple
 from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
 from corun_bench.driver import Outcome, Request, Run, Workload
+from corun_bench.systems import PLACEMENT
 from router.placement import PREFILLS_IN_FLIGHT, STEPS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom, choose_pair
 
 STEP_TOKENS = {"prefill": 4096, "decode": 0, "colocated": 8192}
@@ -36,7 +36,6 @@ colocated node's rows take."""
 BLOCK_SIZE = 16
 """The tokens of a KV block, as in vLLM on a GPU."""
 _KINDS = {"p": "prefill", "d": "decode", "c": "colocated"}
-_PLACEMENT = re.compile(r"(?=.)(?:(\d{1,5})p)?(?:(\d{1,5})d)?(?:(\d{1,5})c)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +81,7 @@ class NodeCounts:
     @classmethod
     def parse(cls, text: str) -> NodeCounts:
         """Read a placement. Raises InvalidArgumentError for one that is none, or that lacks a side."""
-        found = _PLACEMENT.fullmatch(text)
+        found = PLACEMENT.fullmatch(text)
         if not found:
             raise InvalidArgumentError("placements", text, "must be numbers of nodes, as in 2p1d, 3c or 1p1d2c")
         prefill, decode, colocated = (int(number or 0) for number in found.groups())

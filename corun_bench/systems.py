@@ -44,7 +44,8 @@ COLOCATED = "colocated"
 """The placement with a colocated node on every GPU."""
 GPU_MEMORY = 0.84
 """The share of a GPU's memory for all engines on it together; graphs, NIXL and CUDA contexts come on top."""
-_PLACEMENT = re.compile(r"(\d+)p(\d+)d(?:(\d+)c)?")
+PLACEMENT = re.compile(r"(?=.)(?:(\d{1,5})p)?(?:(\d{1,5})d)?(?:(\d{1,5})c)?")
+"""The numbers of prefill, decode and colocated nodes, as in 2p1d, 1p1d2c and 1d3c."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,8 @@ class System:
     name: str
     kind: str
     placement: str = ""
-    """The placement of prefill, decode and colocated nodes: "XpYd", "XpYdZc", "shared", "colocated", or empty for the
-    pairs that the GPUs allow."""
+    """The placement of prefill, decode and colocated nodes: `PLACEMENT`, "shared", "colocated", or empty for the pairs
+    that the GPUs allow."""
     slots: int = 0
     """The number of slots; 0: the machine's."""
 
@@ -127,9 +128,9 @@ class System:
         placement, _, slots = rest.partition(":")
         if kind not in KINDS:
             raise InvalidArgumentError("systems", name, f"must be one of {', '.join(KINDS)}")
-        found = _PLACEMENT.fullmatch(placement)
+        found = PLACEMENT.fullmatch(placement)
         if placement and (kind not in PAIRED or not (found or placement in (SHARED, COLOCATED))):
-            limit = f"must be shared or XpYd, as in cluster:2p1d, and only {', '.join(PAIRED)} have one"
+            limit = f"must be shared or XpYd, as in cluster:2p1d or cluster:1d1c, and only {', '.join(PAIRED)} have one"
             raise InvalidArgumentError("systems", name, limit)
         if kind not in CLUSTERS and (placement == COLOCATED or (found and found[3])):
             limit = (
@@ -162,7 +163,7 @@ class System:
             return Places(everywhere, everywhere)
         if self.placement == COLOCATED:
             return Places((), (), everywhere)
-        if not (found := _PLACEMENT.fullmatch(self.placement)):
+        if not (found := PLACEMENT.fullmatch(self.placement)):
             if devices == 1:
                 return Places((0,), (0,))
             return Places(everywhere[: devices // 2], everywhere[devices // 2 :])

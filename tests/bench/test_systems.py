@@ -64,6 +64,7 @@ def test_systems_that_need_a_gpu_say_so(name: str) -> None:
         ("cluster:colocated", TWO, ((), (), (0, 1))),
         ("cluster:0p0d1c", ONE, ((), (), (0,))),
         ("cluster:1p1d1c", FOUR, ((0,), (1,), (2,))),
+        ("cluster:1d1c", FOUR, ((), (0,), (1,))),
         ("cluster+own-length:colocated", TWO, ((), (), (0, 1))),
         ("cluster:1p0d2c:512", FOUR, ((0,), (), (1, 2))),
     ],
