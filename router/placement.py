@@ -387,29 +387,33 @@ def choose_pair(
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
     sides = {prefills[node_id].engine_id: node_id for node_id in free}
     is_mix = any(room.engine_id not in beside for room in prefills.values())
-    found: dict[tuple[str, str], bool] = {}
+    waits: dict[tuple[str, str], bool] = {}
     """The pairs in question, and whether their kind of decode nodes has no free slot."""
     for is_colocated in (False, True):
-        best: DecodeRoom | None = None
-        for decode in (node_id for node_id in fitting if (decodes[node_id].engine_id in beside) is is_colocated):
-            room = decodes[decode]
-            side = sides.get(room.engine_id) if is_colocated else None
-            if best is None and (warm := [node_id for node_id in free if is_warm(decode, node_id)]):
-                best = room
-                found |= {(decode, node_id): room.free_slots <= 0 for node_id in warm}
-            elif best and side and room.is_nearly_as_free(need, best.soon_free) and is_warm(decode, side):
-                found[decode, side] = best.free_slots <= 0
+        kind = [node_id for node_id in fitting if (decodes[node_id].engine_id in beside) is is_colocated]
+        pairs: list[tuple[str, str]] = []
+        for decode in kind:
+            if pairs := [(decode, node_id) for node_id in free if is_warm(decode, node_id)]:
+                break
+        if not pairs:
+            continue
+        best = decodes[pairs[0][0]]
+        if is_colocated:
+            near = [node_id for node_id in kind if decodes[node_id].is_nearly_as_free(need, best.soon_free)]
+            own = [(node_id, sides[engine]) for node_id in near if (engine := decodes[node_id].engine_id) in sides]
+            pairs += [pair for pair in own if is_warm(*pair)]
+        waits |= dict.fromkeys(pairs, best.free_slots <= 0)
 
     def order(pair: tuple[str, str]) -> tuple[Any, ...]:
-        decode, prefill = decodes[pair[0]], prefills[pair[1]]
-        is_slow, computes, delay = _delay(need, prefill, decode)
-        waits = decode.engine_id in beside
+        room, prefill = decodes[pair[0]], prefills[pair[1]]
+        is_slow, computes, delay = _delay(need, prefill, room)
+        is_held_up = room.engine_id in beside
         holds_up = is_mix and prefill.engine_id in beside and not beside[prefill.engine_id].is_empty
-        delay += BESIDE * (waits + holds_up)
+        delay += BESIDE * (is_held_up + holds_up)
         avoided = pair[0] in avoid, pair[1] in avoid
-        return *avoided, found[pair], is_slow, computes, delay, *least_used(decode), pair
+        return *avoided, waits[pair], is_slow, computes, delay, *least_used(room), pair
 
-    return min(found, key=order, default=None)
+    return min(waits, key=order, default=None)
 
 
 def choose_prefill(need: Need, prefills: Mapping[str, PrefillRoom]) -> str | None:
