@@ -44,11 +44,12 @@ from corun.client.routers import (
     RouterLink,
     Routers,
     check_timeout,
+    closed,
     read_addresses,
 )
 from corun.completion import Chunk, Generation, Prompt, Scores
 from corun.config.fields import TlsConfig
-from corun.errors import CancelledByPeerError, CorunError, OverloadedError
+from corun.errors import CorunError, OverloadedError
 from corun.params import SamplingParams, check_text, check_token_ids
 from corun.records.rows import PromptRow
 from corun.records.verification import Condition, VerifyCase, VerifyResult
@@ -604,7 +605,7 @@ class Client:
         try:
             return answer.result()
         except CancelledError:
-            raise CancelledByPeerError("the client is closed") from None
+            raise closed() from None
         finally:
             answer.cancel()  # A call that Ctrl-C interrupts here ends at the router, too.
 

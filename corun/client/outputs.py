@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from corun.client.routers import Deadline
-from corun.errors import CancelledByPeerError, CorunError, DeadlineError
+from corun.client.routers import Deadline, closed
+from corun.errors import CorunError, DeadlineError
 from corun.observe.trace_context import Metadata
 from corun.v1 import cluster_service_pb2 as pb
 
@@ -146,7 +146,7 @@ class _Stream(Generic[T]):
         finally:
             self._call.cancel()
             if not self.stream_id.done():
-                self.stream_id.set_exception(self.error or CancelledByPeerError("the client is closed"))
+                self.stream_id.set_exception(self.error or closed())
                 self.stream_id.exception()  # Nobody may wait for it any more.
             for inbox in self.inboxes.values():
                 inbox.arrived.set()

@@ -130,7 +130,7 @@ class Routers:
             # Python 3.10 does not say whether the task itself was cancelled.
             if not self.is_closed or getattr(asyncio.current_task(), "cancelling", int)():
                 raise
-            raise _closed() from None
+            raise closed() from None
 
     async def pause(self, seconds: float) -> None:
         """Sleep, but no longer than until the client is closed."""
@@ -166,7 +166,7 @@ class Routers:
                 log.warning("no router answers at %s yet: trying for another %.3g s", self._names, left)
             await self.pause(min(left, backoff.next_s()))
         if self.is_closed:
-            raise _closed()
+            raise closed()
         return self._all[self._current]
 
     def failed(self, router: RouterLink, error: grpc.RpcError) -> CorunError:
@@ -187,7 +187,8 @@ class Routers:
         return ", ".join(router.address for router in self._all)
 
 
-def _closed() -> CancelledByPeerError:
+def closed() -> CancelledByPeerError:
+    """Return the error of a call that its client ended by `close`."""
     return CancelledByPeerError("the client is closed")
 
 
