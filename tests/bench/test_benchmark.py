@@ -99,6 +99,21 @@ async def test_placements_of_one_contract_are_compared_with_each_other(
     assert "cluster:1p1d: in=8,out=4: 3 of 3 requests differ from cluster\n" in capsys.readouterr().err
 
 
+async def test_a_workload_at_another_rate_is_warmed_up_and_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = FakeTarget()
+    over(monkeypatch, std=target)
+    one = made(tmp_path, systems="std", repeats=1, max_concurrency=(4,))
+    one._specs = workloads.expand(["in=8,out=4,rate=900", "in=8,out=4,rate=990", "in=8,out=5,rate=990"])
+    one.prepare()
+    await one.run()
+    assert [row["workload"] for row in one.result["runs"]] == [spec.name for spec in one._specs]
+    assert [row["workload"] for row in one.result["mismatches"]] == ["in=8,out=4,rate=900", "in=8,out=5,rate=990"]
+    warmed, timed, compared = 2, 6, 6 + 3
+    assert len(target.prompts) == 3 * timed + 2 * (warmed + compared)
+
+
 async def test_no_prompt_of_a_timed_run_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, again = FakeTarget(), FakeTarget()
     over(monkeypatch, std=target, cluster=again)
