@@ -100,6 +100,25 @@ DEEPSEEK_V3: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+SMOLLM2: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "initializer_range": 0.0417,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000,
+    "vocab_size": 49152,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DENSE_1B = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
 DENSE_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
 TINY = {
@@ -113,6 +132,7 @@ MOE_TINY = TINY | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim":
 MLA_TINY = TINY | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 128}
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": SMOLLM2,
     "qwen3-1.7b": QWEN3 | DENSE_1B | {"tie_word_embeddings": True},
     "qwen3-8b": QWEN3 | DENSE_8B,
     "qwen3-8b-4l": QWEN3 | DENSE_8B | {"num_hidden_layers": 4},
@@ -144,7 +164,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _attention(config: dict[str, Any]) -> Shapes:
-    """[outputs, inputs] of DeepSeek-V3's latent attention (MLA), or of Qwen3's grouped attention."""
+    """[outputs, inputs] of DeepSeek-V3's latent attention (MLA), or of grouped attention, Qwen3's or Llama's."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "kv_lora_rank" in config:
         query_rank, rank = config["q_lora_rank"], config["kv_lora_rank"]
@@ -161,9 +181,8 @@ def _attention(config: dict[str, Any]) -> Shapes:
     else:
         head = config["head_dim"]
         queries, keys = heads * head, config["num_key_value_heads"] * head
-        own = {
-            "q_norm": (head,),
-            "k_norm": (head,),
+        norms: Shapes = {} if config["model_type"] == "llama" else {"q_norm": (head,), "k_norm": (head,)}
+        own = norms | {
             "q_proj": (queries, hidden),
             "k_proj": (keys, hidden),
             "v_proj": (keys, hidden),

@@ -15,6 +15,7 @@ from tests.gpu.checkpoints import CONFIGS, INDEX, shapes, shards, write
 from tests.loading import load
 
 BILLIONS = {
+    "smollm2-135m": 0.1345,
     "qwen3-1.7b": 1.72,
     "qwen3-8b": 8.2,
     "qwen3-30b-a3b": 30.5,
