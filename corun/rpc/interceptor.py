@@ -195,18 +195,20 @@ def _fields_left(data: memoryview, left: int, kind: Descriptor) -> int:
                 at += size
             else:
                 at += {1: 8, 5: 4}.get(wire, 0)
-    except IndexError:  # The message ends in the middle of a field.
+    except IndexError:  # The message ends in the middle of a field, or is none.
         pass
     return left
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number at `at`, and where it ends. Raises IndexError if the bytes end before the number does."""
-    value, shift = 0, 0
-    while (byte := data[at]) & 0x80:
+    """Return the number at `at`, and where it ends. Raises IndexError if it has no end, or more than ten bytes."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte, at = data[at], at + 1
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, min(shift + 7, 70)  # A longer varint is no number and must not cost more.
-    return value | byte << shift, at + 1
+        if byte < 0x80:
+            return value, at
+    raise IndexError("the parser refuses a longer number, so this check must not read it to its end")
 
 
 async def _read(context: Context, patience: Patience) -> Any:

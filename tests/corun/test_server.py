@@ -27,7 +27,7 @@ from corun.errors import (
 )
 from corun.rpc import health, server
 from corun.rpc.channel import channel
-from corun.rpc.interceptor import has_more_fields
+from corun.rpc.interceptor import _varint, has_more_fields
 from corun.rpc.server import GrpcServer, join_address, run, server_options
 from corun.v1 import cluster_service_pb2 as pb
 from tests.answers import refusal
@@ -146,6 +146,20 @@ def test_groups_hide_no_fields_and_rubbish_is_left_to_the_parser(data: bytes, mo
     assert has_more_fields(b"\xfb\x07" + b"\x0a\x00" * 50 + b"\xfc\x07", 40, kind)
     assert has_more_fields(data, most, kind) in (True, False)
     assert not has_more_fields(b"\x08\x80\x80", 1, kind)  # It ends in the middle of a number.
+
+
+def test_a_number_without_end_is_not_read_to_its_end() -> None:
+    """16 MiB of it took the loop, which carries all streams, for seconds."""
+    read: list[int] = []
+
+    class Noted(bytearray):
+        def __getitem__(self, at: Any) -> Any:
+            read.append(at)
+            return super().__getitem__(at)
+
+    with pytest.raises(IndexError):
+        _varint(Noted(b"\x80" * 1000), 0)  # type: ignore[arg-type]
+    assert len(read) == 10
 
 
 @pytest.mark.parametrize("path", [GET_CLUSTER, GENERATE])
