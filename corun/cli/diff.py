@@ -13,8 +13,9 @@ from rich.console import Console
 
 from corun.cli.fingerprint import contracts_beside, differing, of_file
 from corun.errors import InvalidArgumentError
+from corun.receipt import alternatives_digest
 from corun.records.reproduction import parting
-from corun.records.rows import read_results, to_line
+from corun.records.rows import read_results, to_line, tops_from_dict
 from corun.records.verification import cases_from_row
 
 MAX_SHOWN = 20
@@ -107,7 +108,15 @@ def difference(first: Row, second: Row) -> str:
         for field in ("finish_reason", "text"):
             if one[field] != other[field]:
                 return f"{name}{field}: {one[field]!r} and {other[field]!r}"
+        tops = zip(_tops_digests(one), _tops_digests(other), strict=True)
+        if (at := next((at for at, (a, b) in enumerate(tops) if a != b), None)) is not None:
+            return f"{name}the top_logprobs of token {at}"
     return ""
+
+
+def _tops_digests(sample: Row) -> list[str]:
+    """Return a digest of the alternatives of each token. No other digest covers them."""
+    return [alternatives_digest([tops_from_dict(values)]) for values in sample.get("top_logprobs", ())]
 
 
 def _facts(first: Row, second: Row) -> Iterator[tuple[str, Any, Any]]:

@@ -150,6 +150,18 @@ def test_equal_runs_have_no_difference(diff: Any, results: Path, again: Callable
     assert "one contract: " in done.out
 
 
+def test_other_alternatives_are_a_difference(corun: Any, diff: Any, tmp_path: Path) -> None:
+    """All tokens, and their own log probabilities, are the same."""
+    row = {"prompt": [1], "id": "tops", "params": {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}}
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    assert corun("batch", write_rows(tmp_path / "in.jsonl", row), "-o", before).code == 0
+    assert diff(before, before).code == 0
+    (found,) = read_rows(before)
+    found["top_logprobs"][1]["logprobs"].reverse()
+    done = diff(before, write_rows(after, found))
+    assert (done.code, "tops: the top_logprobs of token 1" in done.out) == (3, True)
+
+
 def test_where_two_runs_part_and_what_their_contracts_have_otherwise(
     diff: Any,
     results: Path,
