@@ -8,6 +8,7 @@ the row's request id and its nodes, since nobody can compute these again. This m
 from __future__ import annotations
 
 import enum
+import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.errors import DataLossError, InvalidArgumentError
-from corun.params import SamplingParams, check_token_ids, sample_seed
+from corun.params import SamplingParams, check_text, check_token_ids, sample_seed
 from corun.receipt import Receipt, alternatives_digest, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict, tops_from_dict
 
@@ -98,7 +99,7 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
     cases = []
     with _reading(where, row, "is not a result of corun batch"):
         prompt, params = _prompt(row), params_from_dict(row["params"])
-        text = row["prompt"] if isinstance(row["prompt"], str) else ""
+        text = check_text("prompt", row["prompt"]) if isinstance(row["prompt"], str) else ""
         for index, sample in enumerate(_samples(row, params)):
             receipt = Receipt.from_dict(sample["receipt"])
             tops = tuple(map(tops_from_dict, sample.get("top_logprobs", ())))
@@ -161,8 +162,14 @@ def _samples(row: Mapping[str, Any], params: SamplingParams) -> Sequence[Mapping
         missing = [name for name in SAMPLE_FIELDS if name not in sample]
         if missing:
             raise InvalidArgumentError(missing[0], None, "must be set: is this the output of corun batch?")
-    _compare(str(row["id"]), {name: (row[name], samples[0][name]) for name in SAMPLE_FIELDS}, "sample 0")
+    if "samples" in row:  # Texts of JSON are compared, because -0.0 is 0.0 in Python, and True is 1.
+        both = {name: (_text(row.get(name)), _text(samples[0].get(name))) for name in (*SAMPLE_FIELDS, "top_logprobs")}
+        _compare(str(row["id"]), both, "sample 0")
     return samples  # type: ignore[no-any-return]
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _case(

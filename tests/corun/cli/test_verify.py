@@ -15,9 +15,10 @@ import pytest
 from corun.cli import verify_report
 from corun.client.client import Client
 from corun.client.progress import ProgressBar
-from corun.errors import DeadlineError, OverloadedError
+from corun.errors import DataLossError, DeadlineError, OverloadedError
 from corun.params import SamplingParams
-from corun.records.verification import Condition, NamedCase, VerifyCase, VerifyResult
+from corun.receipt import output_digest
+from corun.records.verification import Condition, NamedCase, VerifyCase, VerifyResult, cases_from_row
 from corun.rpc import codec
 from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
 from tests.corun.fake_router import FINGERPRINT, FakeRouter
@@ -28,6 +29,7 @@ ROWS = [
     {"prompt": [5], "id": "quiet"},
     {"prompt": PROMPT, "id": "text", "params": {"logprobs": True}},
 ]
+TWO_WITH_TOPS = {"prompt": [1], "id": "two", "params": {"n": 2, "logprobs": True, "top_logprobs": 1, "max_tokens": 2}}
 
 
 @pytest.fixture
@@ -160,6 +162,7 @@ def change_row(results: Path, row_id: str, **change: Any) -> Path:
         ("many", {"last": {"finish_reason": "stop"}}),
         ("many", {"last": {"sample_index": 0}}),
         ("many", {"samples": []}),
+        ("text", {"prompt": "\ud800"}),
     ],
 )
 def test_rows_that_were_changed_are_found(
@@ -168,6 +171,23 @@ def test_rows_that_were_changed_are_found(
     done = corun("verify", change_row(results, row_id, **change))
     assert (done.code in (2, 3), "corun: " in done.err) == (True, True)
     assert not fake.verified
+
+
+@pytest.mark.parametrize("field", ["logprobs", "top_logprobs"])
+def test_what_a_row_repeats_of_its_first_sample_is_the_same(corun: Any, tmp_path: Path, field: str) -> None:
+    """The sign of a zero is a bit, too."""
+    results = tmp_path / "two.jsonl"
+    assert corun("batch", write_rows(tmp_path / "in.jsonl", TWO_WITH_TOPS), "-o", results).code == 0
+    (row,) = read_rows(results)
+    sample = row["samples"][0]
+    sample["logprobs"][0] = row["logprobs"][0] = 0.0
+    sample["receipt"]["output_digest"] = output_digest(sample["token_ids"], sample["logprobs"])
+    row["receipt"] = sample["receipt"]
+    assert len(cases_from_row("here", row)) == 2
+    changed = row["logprobs"] if field == "logprobs" else row["top_logprobs"][0]["logprobs"]
+    changed[0] = -0.0 if field == "logprobs" else -1.0
+    with pytest.raises(DataLossError, match=f"row two: its {field} is not that of sample 0"):
+        cases_from_row("here", row)
 
 
 @pytest.mark.parametrize("name", ["text", "token_ids", "finish_reason", "logprobs"])
