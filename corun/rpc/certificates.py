@@ -91,7 +91,8 @@ def _content(tls: TlsConfig) -> Identity:
 
 
 def _state(paths: Sequence[str]) -> State:
-    """Return the state of files, which changes when one is written, replaced or linked to another; None: no file."""
+    """Return the state of files, which changes when one is written, replaced, linked to another, or gets another owner
+    or mode; None: no file."""
     states: list[tuple[int, int, int, int] | None] = []
     for path in paths:
         try:
@@ -99,5 +100,5 @@ def _state(paths: Sequence[str]) -> State:
         except OSError:
             states.append(None)
         else:
-            states.append((found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev))
+            states.append((found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev))
     return tuple(states)

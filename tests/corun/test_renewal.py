@@ -185,6 +185,26 @@ class TestFiles:
         assert [renewed.current() for _ in range(3)] == ["bb"] * 3
         assert len(reads) == 2
 
+    def test_a_file_that_may_be_read_at_last_is_read(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Its content is what it was: the mode alone has changed. Who tests as root may read every file."""
+        path = tmp_path / "file"
+        path.write_text("old")
+
+        def read() -> str:
+            if not path.stat().st_mode & 0o040:
+                raise InvalidArgumentError("tls_key", str(path), "must be a readable file")
+            return path.read_text()
+
+        path.chmod(0o640)
+        renewed = Renewed((str(path),), read)
+        (tmp_path / "new").write_text("new")
+        (tmp_path / "new").chmod(0o600)
+        os.replace(tmp_path / "new", path)
+        assert renewed.current() == "old"
+        path.chmod(0o640)
+        assert renewed.current() == "new"
+        assert caplog.text.count("stays in use") == 1
+
     @pytest.mark.parametrize(
         ("name", "content"), [("ca", "-----BEGIN CERTIFICATE-----\nno\n"), ("key", "-----BEGIN PRIVATE KEY-----\n")]
     )
