@@ -182,11 +182,12 @@ def _digest(token: str) -> bytes:
 
 
 def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
-    first, _, rest = line.partition(":")
-    named = bool(rest) and first == first.strip() and " " not in first
-    name, words = (first, rest.split()) if named else ("", line.split())
+    first, *rest = line.split()
+    name, words = (first[:-1], rest) if first.endswith(":") else ("", [first, *rest])
     settings = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
-    if len(words) != 1 + len(settings) or not all(map(_SETTING.fullmatch, words[1:])):
+    # Another colon in the first word may be a part of a token. A part of it must not become a name: names are shown.
+    is_clear = ":" not in first[:-1] and len(words) == 1 + len(settings)
+    if not is_clear or not all(map(_SETTING.fullmatch, words[1:])):
         raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '{_LINE}' ({path})")
     token = check_token(field, words[0], f"{path}, line {number}")
     caller = Caller(

@@ -139,6 +139,9 @@ def test_a_token_says_who_calls_and_what_that_client_may(path: Path) -> None:
         (f"{ALICE}\n{ALICE}\n", "two equal tokens"),
         (f"a: {ALICE}\na: {BOB}\n", "two equal names"),
         (f"a: {ALICE}\nb: {ALICE}\n", "two equal tokens"),
+        (f"{ALICE}:{BOB}\n", "line 1"),  # It may be one token with a colon, which would be shown as a name.
+        (f"a:{BOB} max_requests=1\n", "line 1"),
+        ("a:\n", "line 1"),
     ],
 )
 def test_bad_files_are_refused_without_their_secrets(text: str, words: str, path: Path) -> None:
