@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ KEY_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
 )
+_DNS_NAME = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 
 
 def make(directory: Path, hosts: Sequence[str]) -> list[Path]:
@@ -37,20 +39,22 @@ def make(directory: Path, hosts: Sequence[str]) -> list[Path]:
     token for each, and the routers' seed key. Return the paths of the files.
 
     The client's token has operator rights, since whoever makes a cluster wants to see its state. Keys and tokens can be
-    read by their owner only. Raises InvalidArgumentError if there is no host or if a file exists already.
+    read by their owner only. Raises InvalidArgumentError if there is no host, if one is neither a name nor an address,
+    or if a file exists already.
     """
     if not hosts:
         raise InvalidArgumentError("hosts", list(hosts), "must be at least one host name or address")
+    of_members, of_client = [_name(host) for host in hosts], [_name("client")]  # Checked before anything is written.
     directory.mkdir(parents=True, exist_ok=True)
     ca_key, issuer = ec.generate_private_key(ec.SECP256R1()), _subject("corun authority")
     signs = x509.KeyUsage(**{use: use in AUTHORITY_USES for use in KEY_USES})
     authority = _unsigned("corun authority", ca_key, issuer).add_extension(signs, critical=True)
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     written = _write(directory, "ca", authority.sign(ca_key, hashes.SHA256()), ca_key)
-    for name, names, uses in (("member", hosts, [SERVER, CLIENT]), ("client", ["client"], [CLIENT])):
+    for name, names, uses in (("member", of_members, [SERVER, CLIENT]), ("client", of_client, [CLIENT])):
         key = ec.generate_private_key(ec.SECP256R1())
         unsigned = _unsigned(f"corun {name}", key, issuer)
-        unsigned = unsigned.add_extension(x509.SubjectAlternativeName([*map(_name, names)]), critical=False)
+        unsigned = unsigned.add_extension(x509.SubjectAlternativeName(names), critical=False)
         unsigned = unsigned.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         written += _write(directory, name, unsigned.sign(ca_key, hashes.SHA256()), key)
     client = secrets.token_hex(TOKEN_BYTES)
@@ -82,6 +86,9 @@ def _name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _DNS_NAME.fullmatch(host):
+            limit = "must be an address, or a name of letters, digits, '-', '_' and '.', and without a port"
+            raise InvalidArgumentError("hosts", host, limit) from None
         return x509.DNSName(host)
 
 

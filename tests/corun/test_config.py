@@ -498,6 +498,15 @@ def test_loopback() -> None:
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "localhost.example.org"))
 
 
+@pytest.mark.parametrize("host", ["", "bücher.example", "localhost,10.0.0.7", "10.0.0.7:50051", "[::1]"])
+def test_certs_for_what_is_no_host_are_refused_before_a_file_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    assert main(["certs", str(tmp_path), "--hosts", "*.corun_1", host]) == 2
+    assert f"hosts = {host!r}: must be an address, or a name" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_certs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "new"
     assert main(["certs", str(directory), "--hosts", "10.0.0.7", "r.example.org"]) == 0
