@@ -21,7 +21,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from corun.completion import Prompt, Score, Scores
-from corun.errors import InvalidArgumentError, Shown
+from corun.errors import InvalidArgumentError, Shown, renaming
 from corun.params import (
     CONSTRAINTS,
     MAX_KEPT,
@@ -430,6 +430,8 @@ def verify_request(
 
     Raises InvalidArgumentError for a prompt or a seed that no model could accept.
     """
+    with renaming(lambda _: "order_seed"):
+        order_seed = check_seed(order_seed)
     for i, case in enumerate(cases):
         check_token_ids(case.prompt_token_ids, None, f"cases[{i}].prompt_token_ids")
         check_seed(case.seed)

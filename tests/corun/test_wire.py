@@ -280,6 +280,13 @@ def test_a_case_without_a_prompt_is_refused_by_its_number() -> None:
         codec.verify_request([VerifyCase(prompt_token_ids=(), sampling_params=SamplingParams(), seed=7)])
 
 
+@pytest.mark.parametrize("order_seed", [-1, 2**64, 1.5])
+def test_an_order_seed_that_is_none_is_refused_by_its_name(order_seed: Any) -> None:
+    case = VerifyCase(prompt_token_ids=(1,), sampling_params=SamplingParams(), seed=7)
+    with pytest.raises(InvalidArgumentError, match=r"^order_seed = "):
+        codec.verify_request([case], order_seed=order_seed)
+
+
 RECEIPT = VALUES["verify_result"].receipt
 FIRST = {"prompt_token_ids": list(range(500)), "fingerprint": "f" * 64}
 
