@@ -90,7 +90,7 @@ class Responses(Source):
         return self._messages.popleft() if self._messages else None
 
     def take(self, responses: Any) -> int:
-        """Add all responses that are there now to a message's. Return the number of their tokens.
+        """Add all responses that are there now to a message's. Return the number of their tokens, with the prompt's.
 
         Raises the error that ended the request.
         """
@@ -114,7 +114,7 @@ class Responses(Source):
                 *first,
                 piece.token_texts or (),
             )
-            num_tokens += len(piece.token_ids)
+            num_tokens += len(piece.token_ids) + len(first[0])
             if piece.tops:
                 num_tokens += self._add_alternatives(response, piece.tops)
         return num_tokens

@@ -25,12 +25,14 @@ PARAMS = SamplingParams(logprobs=True)
 class Call:
     """One call on a stream, and the samples that fill its outbox."""
 
-    def __init__(self, stream: OutputStream, number: int, samples: int = 1, room: int = 100) -> None:
+    def __init__(
+        self, stream: OutputStream, number: int, samples: int = 1, room: int = 100, prompt: tuple[int, ...] = ()
+    ) -> None:
         self.outbox = Outbox(room)
         self.number = number
         running: Any = SimpleNamespace(outbox=self.outbox, num_samples=samples, tokenizer=None)
         sample: Any = SimpleNamespace(request_id=f"r{number}", params=PARAMS, token_texts=False)
-        self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, (), "", number)))
+        self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, prompt, "", number)))
 
     def draw(self, token_id: int, index: int = 0) -> None:
         self.outbox.add(index, 7, token_id, -1.0, "t")
@@ -142,6 +144,20 @@ async def test_a_message_has_a_limit_and_the_rest_follows(monkeypatch: pytest.Mo
     while more := reader.tokens():
         first += more
     assert first == [(number, [number]) for number in range(1, 7)]
+    for call in calls:
+        call.task.cancel()
+
+
+async def test_the_tokens_of_prompts_count_for_the_limit_of_a_message() -> None:
+    """First responses of many long texts, in one message, were more than a client may receive: it lost its stream."""
+    stream, reader, _ = await opened()
+    calls = [Call(stream, number, prompt=tuple(range(delivery.MESSAGE_TOKENS))) for number in (1, 2)]
+    await settle()
+    for call in calls:
+        call.draw(10 + call.number)
+    await settle()
+    assert reader.tokens() == [(1, [11])]
+    assert reader.tokens() == [(2, [12])]
     for call in calls:
         call.task.cancel()
 
