@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,8 @@ DEFAULT_TIMEOUT_S = 600.0
 """The deadline of one prompt in seconds, from the call to its last token."""
 DEFAULT_CONNECT_TIMEOUT_S = 20.0
 """The number of seconds that a router has to become reachable. They are part of a call's deadline."""
+MAX_TIMEOUT_S = 1e9
+"""The longest deadline in seconds, 31 years. gRPC counts nanoseconds in 64 bits, and takes what overflows for past."""
 NOTICE_S = 1.0
 """The number of seconds that a client waits for a router before it logs a warning."""
 MIN_RETRY_S = 0.05
@@ -221,8 +222,8 @@ def typed_error(error: grpc.RpcError, address: str) -> CorunError:
 
 
 def check_timeout(field: str, seconds: float) -> None:
-    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
-        raise InvalidArgumentError(field, seconds, "must be finite and above 0")
+    if not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InvalidArgumentError(field, seconds, f"must be above 0 and at most {MAX_TIMEOUT_S:g}")
 
 
 TIMEOUT = checked(check_timeout)
