@@ -107,6 +107,8 @@ def check_address(name: str, value: str) -> None:
     host, _, port = value.rpartition(":")
     if value and (not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535)):
         raise InvalidArgumentError(name, value, "must be host:port, with a port in [1, 65535]")
+    if ":" in host and not host.startswith("["):  # To gRPC all of it would be the host.
+        raise InvalidArgumentError(name, value, "must be host:port, with brackets around an IPv6 address")
 
 
 def _check_addresses(name: str, value: tuple[str, ...]) -> None:

@@ -162,6 +162,7 @@ def test_parameters_of_another_type_are_refused_by_name(client: Client, fake: Fa
         "a:1,",
         (),
         ("a:1", ""),
+        "::1:50051",
         7,
         (7,),
     ],
