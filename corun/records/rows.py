@@ -6,6 +6,8 @@ This module owns how rows look and how they are read and resumed. It must not kn
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,15 +124,16 @@ def drop_torn_line(path: Path) -> bool:
 
     Raises InvalidArgumentError if the line is not the beginning of a result: nothing else is ever cut.
     """
-    data = path.read_bytes() if path.exists() else b""
-    start = data.rfind(b"\n") + 1
-    torn = data[start:]
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:  # It may be large.
+        start = data.rfind(b"\n") + 1
+        torn = data[start:]
     if not torn:
         return False
     if not torn.startswith(_RESULT_START) and not _RESULT_START.startswith(torn):
         raise InvalidArgumentError(str(path), torn[:64].decode(errors="replace"), "must be the output of corun batch")
-    with path.open("r+b") as file:
-        file.truncate(start)
+    os.truncate(path, start)
     return True
 
 

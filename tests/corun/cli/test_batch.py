@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
-from corun.records.rows import params_from_dict, params_to_dict, short_fp32
+from corun.records.rows import drop_torn_line, params_from_dict, params_to_dict, short_fp32
 from tests.corun.cli.conftest import read_rows, write_rows
 from tests.corun.fake_router import WAIT_S, FakeRouter
 from tests.machine import wait_for
@@ -30,6 +31,22 @@ def output(tmp_path: Path) -> Path:
 def six(tmp_path: Path) -> Path:
     """A file of six prompts."""
     return write_rows(tmp_path / "in.jsonl", *({"prompt": f"ü{i}", "seed": i} for i in range(6)))
+
+
+def test_a_torn_line_is_found_without_reading_the_whole_file(output: Path) -> None:
+    whole = b'{"id": "a"}\n' * 1_000_000
+    output.write_bytes(whole + b'{"id": "b')
+    tracemalloc.start()
+    try:
+        assert drop_torn_line(output)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1_000_000
+    assert output.read_bytes() == whole
+    assert not drop_torn_line(output)
+    output.write_bytes(b"")
+    assert not drop_torn_line(output)
 
 
 def test_rows_can_be_verified(corun: Any, tmp_path: Path, output: Path) -> None:
