@@ -210,7 +210,7 @@ def _prompt_row(values: dict[str, Any], number: str, where: str, defaults: Sampl
         if not isinstance(prompt, (str, Sequence)):
             raise InvalidArgumentError("prompt", prompt, "must be text or a list of token ids")
         return PromptRow(
-            id=str(row_id),
+            id=check_text("id", str(row_id), min_length=0),
             prompt=check_text("prompt", prompt) if isinstance(prompt, str) else check_token_ids(prompt, None, "prompt"),
             params=params_from_dict(values.get("params", {}), defaults),
             seed=None if values.get("seed") is None else check_seed(values["seed"]),

@@ -139,6 +139,7 @@ def test_a_seed_depends_on_the_row_not_on_the_order(corun: Any, tmp_path: Path) 
         ('{"prompt": "a", "seeds": 1}', "seeds = 1: must be one of id, prompt, seed, params"),
         ('{"prompt": "a", "seed": -1}', "seed = -1: must be in [0, 2^63)"),
         ('{"prompt": "a", "id": [1]}', "id = [1]: must be text or an integer"),
+        ('{"prompt": "a", "id": "\\ud800"}', "id = '\\ud800': must be valid Unicode, without lone surrogates"),
         ('{"prompt": "a", "params": {"top_pp": 1}}', "params.top_pp = 1: is not a sampling parameter"),
         ('{"prompt": "a", "params": {"top_p": 1.5}}', "sampling_params.top_p = 1.5: must be in [1e-09, 1]"),
         ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "sampling_params.logit_bias = 'x': must be an integer"),
