@@ -1,7 +1,7 @@
 """The client SDK: `AsyncClient`, and `Client` with the same methods to call without an event loop.
 
-Every call has a deadline and raises only the errors of `corun.errors`. This module must not know nodes, files or
-terminals.
+Every call has a deadline and raises only the errors of `corun.errors`, and OSError where it is given a file. This
+module must not know nodes, files or terminals.
 """
 
 from __future__ import annotations
@@ -211,6 +211,7 @@ class AsyncClient:
                 the file of results has the answer to another prompt.
             ContractMismatchError: the file of results has results of another contract, such as of other weights.
             OverloadedError: there was no room for a prompt until its deadline.
+            OSError: the file of results cannot be read or written.
             CorunError: all other errors that `generate` raises.
 
         Example:
