@@ -4,6 +4,7 @@ an agent behind it."""
 from __future__ import annotations
 
 import itertools
+import queue
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -395,6 +396,29 @@ def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -
     ordered["aborted"].local_block_ids = []
     step(module, connector, reqs_to_recv={**ordered}, stamps=dict.fromkeys(ordered, STAMPS))
     assert connector._claims == {"a": claim("a")}
+
+
+def test_nothing_is_remembered_of_a_read_that_was_aborted_before_it_began(connector: Any, module: ModuleType) -> None:
+    """vLLM itself tells the peer, and keeps the prompt's block ids for an end that never comes."""
+    worker = connector.connector_worker
+    reads(connector, "aborted", claimed=False)
+    read = worker._recving_metadata.pop("aborted")
+    read.local_block_ids, read.tp_size = [], 2
+    worker._physical_blocks_per_logical_kv_block, worker._bidirectional_kv_xfer_enabled = 1, False
+    worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
+    worker.tp_mappings = {"p0": SimpleNamespace(all_source_ranks=[1], source_ranks_per_group=[[1]])}
+    worker.src_xfer_handles_by_block_size, worker.dst_xfer_side_handles = {16: 1}, {"p0": {1: 2}}
+    worker.transfer_topo.get_engine_info("p0").remote_tp_size = 2
+    worker._ready_requests = queue.Queue()
+    worker._send_heartbeats = lambda meta: None
+    del worker.start_load_kv
+    meta = module.HandoffMetadata()
+    meta.reqs_to_recv = {"aborted": read}
+    connector._connector_metadata = meta
+    connector.start_load_kv(None)
+    assert connector._agent.told == [("agent of p0", b"p-aborted:2")]
+    assert received(connector) == (set(), set())
+    assert worker._recving_metadata == {}
 
 
 @pytest.mark.parametrize("ours", [[9], [8, 9], [7, 8, 9]])

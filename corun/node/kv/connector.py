@@ -250,11 +250,15 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                     theirs=tuple(theirs[first:]),
                     ours=tuple(ours),
                 )
-        engine_id = self.connector_worker.engine_id
-        if prompts := own_kv.take_heartbeat(meta, engine_id):
-            self.connector_worker._handle_heartbeat(prompts)
-        self._read_own(own_kv.take_reads(meta, engine_id))
+        worker = self.connector_worker
+        if prompts := own_kv.take_heartbeat(meta, worker.engine_id):
+            worker._handle_heartbeat(prompts)
+        self._read_own(own_kv.take_reads(meta, worker.engine_id))
         super().start_load_kv(forward_context, **kwargs)
+        for name, read in meta.reqs_to_recv.items():
+            # vLLM has told the peer that an aborted read never begins, and would keep the prompt's block ids for good.
+            if not read.local_block_ids and read.remote.engine_id in worker._remote_agents:
+                worker._recving_metadata.pop(name, None)
 
     def _read_own(self, reads: Mapping[str, Any]) -> None:
         """Copy the KV that samples read from prompts of this engine, which needs it no longer for these readers."""
