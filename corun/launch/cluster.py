@@ -268,7 +268,7 @@ class Cluster:
                 self._say.close()
             slots = sum(used[0][name] for name in wanted)
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
-            with suppress(BrokenPipeError):
+            with suppress(OSError):  # As in `Progress`.
                 of_pool = f", pool {pool.spec.name}" if len(self._pools) > 1 else ""
                 print(f"{line}{of_pool}", flush=True)
                 if http := pool.spec.http():

@@ -53,7 +53,7 @@ class Progress:
 
     def __call__(self, text: str) -> None:
         self._last = time.monotonic()
-        with suppress(BrokenPipeError):  # Nobody reads stderr any more, but the cluster must still be stopped.
+        with suppress(OSError):  # The terminal is closed, or the disk is full; the cluster must still run and stop.
             print(f"[{self._last - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def change(self, subject: str, text: str) -> None:
@@ -83,7 +83,8 @@ class Progress:
         if self._bar is None:
             self._bar = new_bar(unit="share")
             self._bar.add_task("", total=1.0)
-            self._bar.start()
+            with suppress(OSError):
+                self._bar.start()
         ready = nodes - len(doing)
         share = (ready + sum(map(passed, doing.values()))) / nodes
         self._bar.update(self._bar.task_ids[0], completed=share, description=f"{ready} of {nodes} nodes ready")
@@ -92,7 +93,8 @@ class Progress:
         """Take the bar away. Lines can still be printed."""
         bar, self._bar = self._bar, None
         if bar is not None:
-            bar.stop()
+            with suppress(OSError):
+                bar.stop()
 
 
 def passed(stage: str) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +284,24 @@ def test_on_a_terminal_a_bar_shows_how_far_a_start_is(
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     say.starting({"decode-0": "loading the weights"}, nodes=2)
     assert "nodes ready" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # The bar's own thread ends.
+def test_a_cluster_goes_on_when_its_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no process would drain: a terminal that is closed sends SIGHUP, and takes no more lines."""
+    main, side = pty.openpty()
+    terminal = open(side, "w", encoding="utf-8")
+    monkeypatch.setattr("sys.stderr", terminal)
+    try:
+        say = Progress()
+        say.starting({"decode-0": "importing vLLM"}, nodes=2)
+        os.close(main)
+        say("stopping decode-0")
+        say.starting({"decode-0": "testing itself"}, nodes=2)
+        say.close()
+    finally:
+        with suppress(OSError):
+            terminal.close()
 
 
 def test_the_next_steps_are_commands_that_reach_the_cluster(tmp_path: Path) -> None:
