@@ -123,6 +123,13 @@ class Supervisor:
                     self._is_killed = True
 
     def _keep_running(self) -> None:
+        try:
+            self._run()
+        except OSError as error:
+            died = replace(self._status, deaths=self._status.deaths + 1)
+            self._status = replace(died, state=ProcessState.FAILED, pid=0, detail=f"cannot be started: {error}")
+
+    def _run(self) -> None:
         quick_deaths = 0
         while (process := self._start()) is not None:
             started = time.monotonic()
@@ -148,6 +155,7 @@ class Supervisor:
         self._status = replace(self._status, state=ProcessState.STOPPED, pid=0)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)  # It may have been cleared: logs are below /tmp.
         with self._lock, self._log.open("ab") as log:
             if self._stopping.is_set():
                 return None
@@ -181,7 +189,8 @@ def _delay_s(quick_deaths: int) -> float:
 
 
 def _tail(log: Path, start: int) -> str:
-    """Return the last lines that a process wrote to its log from the offset `start` on."""
-    with log.open("rb") as file:
+    """Return the last lines that a process wrote to its log from the offset `start` on; empty if the log is gone."""
+    with suppress(OSError), log.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
+    return ""

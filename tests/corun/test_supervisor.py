@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,29 @@ def test_a_process_that_starts_is_ended_at_once_and_one_that_may_have_work_drain
     enter = f"from corun.observe import stages; [stages.enter(one) for one in {entered}]"
     end(supervise(log, f"{enter}; {DRAINS if drains else IGNORES_TERM}", "up", grace_s=60))
     assert ("drained" in written(log)) == drains
+
+
+def test_a_process_whose_log_was_cleared_away_is_started_again(log: Path) -> None:
+    """Logs are below /tmp by default, which systems clear of what is old."""
+    at = log.parent / "cleared" / log.name
+    at.parent.mkdir()
+    supervisor = supervise(at, f"import os; print(os.getpid()); {SLEEP}", "up")
+    pid = first_pid(at)
+    shutil.rmtree(at.parent)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "up" in written(at), "started again")
+    assert re.fullmatch(r"exit code 137 after \d+ s", supervisor.status().detail)
+    end(supervisor)
+
+
+def test_what_cannot_be_started_is_given_up(log: Path) -> None:
+    """Whoever waits for its end would wait for ever, if it counted as one that starts again."""
+    (log.parent / "file").touch()
+    supervisor = Supervisor("node", python(SLEEP), log.parent / "file" / log.name)
+    wait_for(lambda: has_ended(supervisor), "given up")
+    status = supervisor.status()
+    assert (status.state, status.deaths) == (ProcessState.FAILED, 1)
+    assert status.detail.startswith("cannot be started: [Errno 17] File exists")
 
 
 def test_stop_during_the_delay_starts_nothing(log: Path, slow: None) -> None:
