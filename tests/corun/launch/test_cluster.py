@@ -290,7 +290,7 @@ def test_on_a_terminal_a_bar_shows_how_far_a_start_is(
 def test_a_cluster_goes_on_when_its_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no process would drain: a terminal that is closed sends SIGHUP, and takes no more lines."""
     main, side = pty.openpty()
-    terminal = open(side, "w", encoding="utf-8")
+    terminal = os.fdopen(side, "w")
     monkeypatch.setattr("sys.stderr", terminal)
     try:
         say = Progress()
