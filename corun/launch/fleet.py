@@ -55,14 +55,11 @@ class _Actor(Supervisor):
 
     def __init__(self, order: Order) -> None:
         name = order.member.name
-        order.logs.mkdir(parents=True, exist_ok=True)
-        # The process reads a copy: this machine may not have the user's file, and restarts must find what was started.
-        file = order.logs / f"{name}.toml"
-        file.write_text(toml(order.pool), encoding="utf-8")
+        self._file, self._settings = order.logs / f"{name}.toml", toml(order.pool)
         argv = command(
             order.pool,
             order.member,
-            file=file,
+            file=self._file,
             host=order.host or runtime.own_host(),
             routers=() if order.member.is_router else order.routers,
             gpu_share=order.share.gpus,
@@ -72,6 +69,11 @@ class _Actor(Supervisor):
             os.sched_setaffinity(0, order.share.cores)
         env = runtime.environment() | dict(order.environment)
         super().__init__(name, argv, order.logs / f"{name}.log", grace_s=order.grace_s, env=env)
+
+    def _prepare(self) -> None:
+        # The process reads a copy: this machine may not have the user's file, and restarts must find what was started.
+        super()._prepare()
+        self._file.write_text(self._settings, encoding="utf-8")
 
 
 @dataclass(eq=False, slots=True)

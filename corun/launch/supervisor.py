@@ -154,8 +154,12 @@ class Supervisor:
             self._stopping.wait(_delay_s(quick_deaths))
         self._status = replace(self._status, state=ProcessState.STOPPED, pid=0)
 
+    def _prepare(self) -> None:
+        """Make what a start needs. Each start does: the directory may have been cleared, since logs are below /tmp."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+
     def _start(self) -> subprocess.Popen[bytes] | None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)  # It may have been cleared: logs are below /tmp.
+        self._prepare()
         with self._lock, self._log.open("ab") as log:
             if self._stopping.is_set():
                 return None

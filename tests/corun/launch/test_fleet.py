@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import pytest
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
-from corun.launch import fleet, runtime
+from corun.launch import fleet, runtime, supervisor
 from corun.launch.fleet import Fleet, Order
 from corun.launch.members import ProcessSpec, members
 from corun.launch.placement import Share
 from corun.launch.supervisor import ProcessState, ProcessStatus
+from tests.machine import wait_for
 
 POOL = PoolSpec(common={"model": "m", "drain_grace_s": 100.0}, router={"drain_grace_s": 5.0})
 ROUTER, PREFILL, DECODE = members(ClusterSpec(pools=(POOL,)))
@@ -154,6 +157,33 @@ def test_every_process_has_its_own_grace(ray: Ray, monkeypatch: pytest.MonkeyPat
     tested.stop([ROUTER, DECODE])
     for now, gone in ((30.0, []), (40.0, [ROUTER]), (120.0, []), (140.0, [DECODE])):  # noqa: B007
         assert tested.forget_ended() == gone
+
+
+def test_a_process_that_starts_again_finds_the_settings_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its directory, which is below /tmp by default, was cleared of what is old meanwhile."""
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(runtime, "own_host", lambda: "10.0.0.1")
+    shows = "import sys, time; print(open(sys.argv[sys.argv.index('--config') + 1]).read(), flush=True); time.sleep(60)"
+    (tmp_path / "shows.py").write_text(shows)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    logs = tmp_path / "logs"
+    actor = fleet._Actor(replace(order(DECODE), logs=logs, modules={"decode": "shows"}))
+
+    def said() -> str:
+        log = logs / "decode-0.log"
+        return log.read_text() if log.exists() else ""
+
+    try:
+        wait_for(lambda: "drain_grace_s = 100.0" in said(), "started")
+        shutil.rmtree(logs)
+        actor.kill()
+        wait_for(said, "started again")
+        wait_for(lambda: "drain_grace_s = 100.0" in said(), "it has its settings", timeout_s=10.0)
+    finally:
+        actor.stop()
+        actor.stop()
 
 
 def test_another_ray_in_the_environment_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
