@@ -8,13 +8,15 @@ know what the processes do.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from corun.config.cluster_file import ClusterSpec
-from corun.errors import INTERRUPTED, DeadlineError, UnavailableError
+from corun.errors import INTERRUPTED, DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
@@ -38,8 +40,8 @@ def run(
     the main thread.
 
     Raises:
-        InvalidArgumentError: a value is out of range, a port is taken, a public host lacks TLS and tokens, or this
-            machine has fewer GPUs than a pool says it needs. Nothing was started.
+        InvalidArgumentError: a value is out of range, a port is taken, a public host lacks TLS and tokens, this
+            machine has fewer GPUs than a pool says it needs, or another cluster uses log_dir. Nothing was started.
         UnavailableError: Ray cannot be started or joined.
     """
     check(spec)
@@ -49,7 +51,7 @@ def run(
     say = Progress()
     say(f"logs in {logs}")
     say("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
-    with runtime.StopSignals() as signals, runtime.started(ray_address, signals):
+    with _kept(logs), runtime.StopSignals() as signals, runtime.started(ray_address, signals):
         cluster = Cluster(spec, logs, say, modules, joined=ray_address is not None)
         try:
             if not signals.count:
@@ -65,6 +67,26 @@ def run(
             cluster.stop(signals)
     say(f"ended: every process has stopped; logs in {logs}")
     return code
+
+
+@contextmanager
+def _kept(logs: Path) -> Iterator[None]:
+    """Keep other clusters out of a directory for as long as the block runs: the names of their files are the same.
+
+    The lock also keeps systemd from clearing the directory of what is old (tmpfiles.d(5)).
+    """
+    directory = os.open(logs, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            limit = "must not be that of another corun up that runs"
+            raise InvalidArgumentError("log_dir", str(logs), limit) from None
+        except OSError:
+            pass  # NFS locks no directory.
+        yield
+    finally:
+        os.close(directory)
 
 
 def check(spec: ClusterSpec) -> None:

@@ -17,7 +17,7 @@ import pytest
 from corun import launch
 from corun.cli import parse
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.cluster import Cluster, _Pool, failure, unsettled
 from corun.launch.members import ProcessSpec, members
 from corun.launch.placement import on_joined
@@ -334,6 +334,24 @@ def test_a_signal_interrupts_a_start_and_ends_what_is_ready(
     for name in ("start", "watch", "stop"):
         monkeypatch.setattr(Cluster, name, lambda *_: None)
     assert launch.run(spec(), log_dir=tmp_path) == code
+
+
+def test_two_clusters_do_not_share_a_directory_of_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else one writes its settings over those that the other's processes read when they start again."""
+    monkeypatch.setattr(launch, "with_free_ports", lambda spec: spec)
+    monkeypatch.setattr(launch.runtime, "started", lambda *_: nullcontext())
+    for name in ("start", "stop"):
+        monkeypatch.setattr(Cluster, name, lambda *_: None)
+
+    def second(*_: object) -> None:
+        with pytest.raises(InvalidArgumentError, match="must not be that of another corun up that runs") as error:
+            launch.run(spec(), log_dir=tmp_path)
+        assert (error.value.field, error.value.value) == ("log_dir", str(tmp_path))
+
+    monkeypatch.setattr(Cluster, "watch", second)
+    launch.run(spec(), log_dir=tmp_path)
+    monkeypatch.setattr(Cluster, "watch", lambda *_: None)
+    launch.run(spec(), log_dir=tmp_path)
 
 
 def test_a_gateway_that_fails_ends_a_cluster_only_before_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
