@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -60,6 +61,9 @@ class Batch:
 
     def run(self) -> int:
         check_concurrency(self.concurrency)
+        for name, path in (("input", self.input), ("output", self.output)):
+            if path.exists() and not path.is_file() and str(path) != os.devnull:
+                raise InvalidArgumentError(name, str(path), "must be a regular file, since it is read more than once")
         if self.output.exists() and self.output.samefile(self.input):
             raise InvalidArgumentError("output", str(self.output), "must not be the input")
         work = self._openai_file() if is_openai_file(self.input) else _PromptFile(self)

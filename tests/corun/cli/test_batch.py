@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import tracemalloc
@@ -80,6 +81,15 @@ def test_a_second_run_goes_on(corun: Any, fake: FakeRouter, six: Path, output: P
     fake.requests.clear()
     assert corun("batch", six, "-o", output).code == 0
     assert not fake.requests
+
+
+def test_a_pipe_is_refused(corun: Any, six: Path, output: Path, tmp_path: Path) -> None:
+    """An input is read twice, and an output before it is written: prompts would be lost, or waited for without end."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for name, argv in (("input", (pipe, "-o", output)), ("output", (six, "-o", pipe))):
+        done = corun("batch", *argv)
+        assert (done.code, f"{name} = '{pipe}': must be a regular file" in done.err) == (2, True)
+    assert corun("batch", six, "-o", "/dev/null").code == 0
 
 
 @pytest.mark.parametrize("change", [{"prompt": "other"}, {"seed": 9}, {"params": {"max_tokens": 9}}])
