@@ -42,8 +42,13 @@ SHARED_BYTES = 256 * MIB
 OPEN_FILES = 4096
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HUB_TIMEOUT_S = 10.0
-_CONTAINER = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""The files below /sys/fs/cgroup with a container's limit of memory and what it uses."""
+CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+"""The files below `CGROUP` with a container's limit of memory, what it uses and what of that is for what, and how the
+names in the last one begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +114,13 @@ def _free_memory() -> int:
     """Return the bytes of main memory that are still available, within the limit of the container."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory = [int(meminfo["MemAvailable"].split()[0]) * 1024]
-    for limit, used in _CONTAINER:
+    for limit, used, stat, prefix in _CONTAINER:
         with suppress(OSError, ValueError):  # "max" is no limit.
-            at = Path("/sys/fs/cgroup")
-            memory.append(max(0, int((at / limit).read_text()) - int((at / used).read_text())))
+            free = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+            # Files that were read count as used, but the kernel gives their memory back. MemAvailable has them, too.
+            parts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
+            files = (parts.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+            memory.append(max(0, free + sum(map(int, files))))
     return min(memory)
 
 
@@ -143,7 +151,7 @@ def weights(model: str) -> Weights:
         return Weights(size=TINY_BYTES)
     if model == SMOLLM2:
         return _of_smollm2()
-    if (path := Path(model).expanduser()).is_dir():
+    if (path := Path(os.path.expanduser(model))).is_dir():
         return _of_directory(path)
     # This package comes with the engine, which a client does not have.
     from huggingface_hub import HfApi, constants, snapshot_download  # noqa: PLC0415

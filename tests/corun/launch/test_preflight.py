@@ -132,6 +132,25 @@ def test_this_machine_is_seen_without_importing_what_it_may_lack(monkeypatch: py
     assert seen.open_files > 100
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "stat", "prefix"),
+    [
+        ("memory.max", "memory.current", "memory.stat", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+    ],
+)
+def test_files_that_were_read_take_no_memory(
+    limit: str, used: str, stat: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's use counts them, such as the weights of a model; the kernel gives them back."""
+    monkeypatch.setattr(preflight, "CGROUP", tmp_path)
+    lines = f"anon {3 * MIB}\n{prefix}inactive_file {2 * MIB}\n{prefix}active_file {MIB}\n"
+    for name, text in ((limit, f"{10 * MIB}\n"), (used, f"{7 * MIB}\n"), (stat, lines)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert preflight.here().memory == 6 * MIB
+
+
 def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '0, GPU-a, 100'; echo '1, GPU-b, 200'\n")
