@@ -437,7 +437,7 @@ def absolute(key: str, value: Any, base: Path) -> Any:
         is_path = value not in NAMED and (value.startswith((".", "~")) or (base / value / "config.json").is_file())
     else:
         is_path = key in path_settings() and value != ""
-    return os.path.abspath(base / Path(value).expanduser()) if is_path else value
+    return os.path.abspath(base / os.path.expanduser(value)) if is_path else value
 
 
 @functools.cache

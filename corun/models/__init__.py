@@ -5,6 +5,7 @@ This package must not know what a model is made of.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def checked(model: str) -> str:
     """
     if model in NAMED:
         return model
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # `Path.expanduser` raises RuntimeError for the home of nobody.
     if (path / "config.json").is_file():
         return str(path.resolve())
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:

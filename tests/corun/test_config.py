@@ -149,6 +149,14 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, file: Path, monkeypatch:
     assert found.security.cluster_token() == decode.cluster_token()
 
 
+def test_the_home_of_nobody_is_no_path_to_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--check", "--model", "~nobody-of-this-name/m"]) == 2
+    assert "/~nobody-of-this-name/m': must be 'tiny', 'smollm2', a directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(PrefillConfig, ["--model", "~nobody-of-this-name/m"])
+    assert "model = '~nobody-of-this-name/m': must be 'tiny', 'smollm2', a directory" in capsys.readouterr().err
+
+
 def test_every_path_is_known() -> None:
     names = {known.name for cls in (*CONFIGS.values(), HttpConfig) for known in fields(cls)}
     like_a_path = {name for name in names if name.endswith(("_file", "_dir", "_cert", "_key", "_ca"))}
@@ -517,3 +525,4 @@ def test_certs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
     assert main(["certs", str(directory)]) == 2
     assert "must not hold ca.pem already" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
