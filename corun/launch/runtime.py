@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.members import LOOPBACK
 from corun.processes import descendants, end_tree
 
@@ -109,7 +109,7 @@ def environment() -> dict[str, str]:
 def started(address: str | None, signals: StopSignals) -> Iterator[None]:
     """Join a running Ray, or start a local one that leaves no process and no file behind.
 
-    Raises UnavailableError if Ray cannot be started or joined.
+    Raises UnavailableError if Ray cannot be started or joined, and InvalidArgumentError for an empty address.
     """
     os.environ.update(_RAY_ENVIRONMENT if address else _RAY_ENVIRONMENT | _LOCAL_RAY_ENVIRONMENT)
     scratch = "" if address else tempfile.mkdtemp(prefix="corun-ray-", dir="/tmp")  # A socket's path must be short.
@@ -147,11 +147,13 @@ def joined(address: str, host: str = "") -> Iterator[None]:
 
 
 def _init(address: str | None, options: dict[str, Any]) -> None:
+    if address == "":
+        raise InvalidArgumentError("ray_address", address, "must be HOST:PORT, or auto")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         # Without an address, Ray would use the one in RAY_ADDRESS.
         api().init(address or "local", namespace=NAMESPACE, **quiet, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Some of Ray's own are no more than that (ray/_private/node.py).
         is_told = address is None or AUTH_MODE_VARIABLE in os.environ
         hint = "" if is_told else f"; if it has a token, set {AUTH_MODE_VARIABLE}=token"
         raise UnavailableError(f"Ray did not start: {error}{hint}") from error

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch import fleet, runtime, supervisor
 from corun.launch.fleet import Fleet, Order
 from corun.launch.members import ProcessSpec, members
@@ -184,6 +185,19 @@ def test_a_process_that_starts_again_finds_the_settings_that_it_had(
     finally:
         actor.stop()
         actor.stop()
+
+
+def test_whatever_ray_raises_is_told_in_a_line(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a bare Exception if it does not start in time (ray/_private/node.py)."""
+
+    def init(*_: Any, **__: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init, raising=False)
+    with pytest.raises(UnavailableError, match=r"Ray did not start: The current node timed out during startup\."):
+        runtime._init(None, {})
+    with pytest.raises(InvalidArgumentError, match=r"ray_address = '': must be HOST:PORT, or auto"):
+        runtime._init("", {})
 
 
 def test_another_ray_in_the_environment_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
