@@ -234,7 +234,8 @@ class Scale:
 def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
     """Return the name of the pool, empty if none is named, and the numbers of its processes by role.
 
-    Raises InvalidArgumentError for a word that is not [POOL.]ROLE=N, and for several pools at once.
+    Raises InvalidArgumentError for a word that is not [POOL.]ROLE=N, for several pools at once, and for a role that is
+    named twice.
     """
     if not words:
         raise InvalidArgumentError("counts", (), "must name a role and a number, as in prefill=3")
@@ -249,4 +250,6 @@ def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
         counts[role] = int(number)
     if len(pools) > 1:
         raise InvalidArgumentError("counts", words, "must be of one pool at a time")
+    if len(counts) < len(words):
+        raise InvalidArgumentError("counts", words, "must give each role one number")
     return pools.pop(), counts

@@ -133,9 +133,11 @@ def noted(name: str) -> Iterator[None]:
 
 def _directory() -> Path:
     """Return the directory of the notes. Only this user may write there: a note decides which Ray is called."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "corun" if base else Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    base, path = os.environ.get("XDG_RUNTIME_DIR"), Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
+    with suppress(OSError):  # After `su`, it may be the directory of another user, or of none.
+        if base and os.stat(base).st_uid == os.getuid():
+            path = Path(base) / "corun"
+    path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise UnavailableError(f"{path} must be a directory that only you can write to")

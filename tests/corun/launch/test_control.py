@@ -54,6 +54,25 @@ def test_there_may_be_none(notes: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "no corun up runs on this machine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_runtime_directory_of_somebody_else_is_not_used(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of the user who called su or sudo."""
+    base = Path("/proc/there-is-none")
+    if is_there:
+        (base := tmp_path / "theirs").mkdir()
+        if os.getuid() == 0:
+            os.chown(base, 12345, 12345)
+        else:
+            base = Path("/")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    note = write_note(control._directory(), os.getpid())
+    assert latest() == note
+    assert (tmp_path / f"corun-{os.getuid()}" / f"{os.getpid()}.json").exists()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "address": "a", "new": true}'])
 def test_notes_that_are_not_understood_are_passed_over(notes: Path, content: str) -> None:
     note = write_note(notes, os.getpid())
@@ -185,6 +204,7 @@ def test_counts() -> None:
         (("a.decode=-1",), "a.decode = -1: must be at least 0"),
         (("a.router=0",), "a.router = 0: must be at least 1"),
         (("a.decode=1", "b.decode=1"), "must be of one pool at a time"),
+        (("decode=1", "decode=2"), "must give each role one number"),
     ],
 )
 def test_counts_that_are_none(words: tuple[str, ...], message: str) -> None:
