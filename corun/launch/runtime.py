@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ _LOCAL_RAY_ENVIRONMENT = {
 # Variables that Ray adds to the environment of its workers. The processes do not need them, and OMP_NUM_THREADS could
 # change bits of the output.
 _ADDED_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
+_CONNECT_TIMEOUT_S = 10.0
 
 
 class StopSignals:
@@ -146,9 +148,21 @@ def joined(address: str, host: str = "") -> Iterator[None]:
         api().shutdown()
 
 
+def _check_listens(address: str) -> None:
+    """Raise UnavailableError if the address is host:port and nothing listens there. Ray would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not (port.isascii() and port.isdigit()):
+        return  # It is auto or local, or of a form that Ray knows.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UnavailableError(f"nothing listens at {address}: {error}") from error
+
+
 def _init(address: str | None, options: dict[str, Any]) -> None:
     if address == "":
         raise InvalidArgumentError("ray_address", address, "must be HOST:PORT, or auto")
+    _check_listens(address or "local")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         # Without an address, Ray would use the one in RAY_ADDRESS.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,15 @@ def test_whatever_ray_raises_is_told_in_a_line(ray: Ray, monkeypatch: pytest.Mon
 def test_another_ray_in_the_environment_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[str] = []
     monkeypatch.setattr(runtime, "api", lambda: SimpleNamespace(init=lambda address, **_: addresses.append(address)))
-    for address in (None, "10.0.0.1:6379"):
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        there = f"127.0.0.1:{head.getsockname()[1]}"
+        for address in (None, "auto", there):
+            runtime._init(address, {})
+    assert addresses == ["local", "auto", there]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
+def test_where_nothing_listens_nobody_waits_for_ray(address: str, ray: Ray) -> None:
+    """Ray itself tries for longer than ten minutes, whatever --timeout-s says."""
+    with pytest.raises(UnavailableError, match=f"nothing listens at {address}: "):
         runtime._init(address, {})
-    assert addresses == ["local", "10.0.0.1:6379"]
