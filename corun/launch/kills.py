@@ -57,6 +57,8 @@ class Kills:
                 node, answered = self._asked.get_nowait()
             except queue.Empty:
                 return
+            if not answered.set_running_or_notify_cancel():
+                continue
             left_s = self._killed_at + BETWEEN_S - time.monotonic()
             refused = refusal(node, nodes, used, left_s)
             if node and not refused:
@@ -76,7 +78,10 @@ class Kills:
         self._asked.put((node, answered))
         if node:
             self._wake.set()
-        return answered.result(_ANSWER_TIMEOUT_S)
+        try:
+            return answered.result(_ANSWER_TIMEOUT_S)
+        finally:
+            answered.cancel()  # Who hears that it is late must not see the node killed later.
 
 
 def refusal(node: str, nodes: Sequence[str], used: Sequence[Collection[str]], left_s: float) -> str:

@@ -92,6 +92,15 @@ def test_a_caller_that_leaves_holds_nothing_up(asked: Kills) -> None:
     assert Caller(asked, b"{}").answer()["refused"] == ""
 
 
+def test_who_was_told_to_come_later_gets_no_kill_later(asked: Kills, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "_ANSWER_TIMEOUT_S", 0.05)
+    killed: list[str] = []
+    late = Caller(asked, b'{"kill": "decode-1"}')
+    late._thread.join()
+    asked.answer(NODES, [NODES], killed.append)
+    assert (late.answer(), killed) == ({"refused": "corun up is busy"}, [])
+
+
 def test_only_this_user_finds_the_socket_and_it_leaves_nothing() -> None:
     made = Kills(threading.Event())
     assert stat.S_IMODE(made.path.parent.stat().st_mode) == 0o700
