@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from corun import AsyncClient, OverloadedError, Priority, SamplingParams, UnavailableError
+from corun import AsyncClient, Chunk, OverloadedError, Priority, SamplingParams, UnavailableError
 from corun.receipt import output_digest
 from corun.records.verification import VerifyCase
 
@@ -88,11 +88,11 @@ async def answered(client: AsyncClient, case: Case) -> Case:
     return with_answer(case, done.prompt_token_ids, [(sample.token_ids, sample.logprobs) for sample in done.samples])
 
 
-async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncGenerator[None, None]:
-    """Stream a case into `samples`, which start empty, and yield at every chunk."""
+async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncGenerator[Chunk, None]:
+    """Stream a case into `samples`, which start empty, and yield every chunk."""
     async for chunk in client.stream(case.prompt, case.params, seed=case.seed, priority=case.priority):
         samples[chunk.sample_index].extend(pack(chunk.token_ids, chunk.logprobs))
-        yield
+        yield chunk
 
 
 async def over_http(session: aiohttp.ClientSession, url: str, case: Case) -> tuple[str, ...]:

@@ -161,6 +161,12 @@ class Up:
         self.wait_for(pattern)
         return int(re.findall(pattern, self.output)[-1])
 
+    def kill(self, name: str) -> None:
+        """Kill process `name`, and nothing of what guards it and starts it again."""
+        for pid in descendants(self.pid(name)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def host(self, name: str) -> str:
         """Return the host that process `name` is on, once `corun up` has reported it."""
         wait_for(lambda: self._hosts.of(self.pid(name)), f"{name} runs")

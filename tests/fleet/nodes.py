@@ -1,4 +1,4 @@
-"""`python -m tests.fleet.nodes`: a node around a fake engine, of the role that its name says.
+"""`python -m tests.fleet.nodes`: a node around a fake engine, of the kind that its name says.
 
 The processes share "KV" as files beside the model, while the fakes of one process share a table. Tests only.
 """
@@ -12,20 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
+from corun.config.fields import ColocatedConfig, DecodeConfig, NodeConfig, PrefillConfig
 from corun.config.flags import parse
-from corun.node.life import Role, live_and_leave, log_to_stderr, node_ref
+from corun.node.life import Role, live_and_leave, log_to_stderr, node_ref, side_refs
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from corun.testing.engines import FakeKv
 from corun.testing.nodes import decode_role, prefill_role
-from corun.types import NodeRole
+from corun.types import NodeRole, new_generation
 
 STEP_MS = 10.0
 WRONG = "wrong-bits"
 """The name of a file. While it lies beside the model, decode nodes that start draw other bits."""
 HELD = "held"
 """The name of a file. While it lies beside the model, no node is done with loading."""
+KINDS: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig, "colocated": ColocatedConfig}
+"""The configs by the kind of node, as names of nodes begin."""
 
 
 class Files:
@@ -67,26 +69,27 @@ class Files:
         return self._directory / "-".join(part.encode().hex() for part in key)
 
 
-async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None:
+async def _live(config: NodeConfig, stop: asyncio.Event) -> None:
     kv, model = FakeKv(), Path(config.model)
     kv.held = Files(model / "kv")  # type: ignore[assignment]
-    ref = node_ref(config, role)
-    made: Role
+    is_colocated, engine_id = isinstance(config, ColocatedConfig), f"engine-{new_generation()}"
+    refs = side_refs(config) if is_colocated else {role: node_ref(config, role) for role in NodeRole}
+    roles: list[Role] = []
     if isinstance(config, DecodeConfig):
-        made = decode_role(config, ref, kv)
-        made.engine.step_ms = STEP_MS
-        made.engine.corrupt = (model / WRONG).exists()
-    else:
-        assert isinstance(config, PrefillConfig)
-        made = prefill_role(config, ref, kv)
+        roles.append(decode_role(config, refs[NodeRole.DECODE], kv, engine_id=engine_id))
+        roles[0].engine.step_ms = STEP_MS
+        roles[0].engine.corrupt = (model / WRONG).exists()
+    if isinstance(config, PrefillConfig):
+        samples = roles[0].service if roles else None
+        roles.insert(0, prefill_role(config, refs[NodeRole.PREFILL], kv, engine_id=engine_id, samples=samples))
     async with observed(config) as observation:
         while (model / HELD).exists():  # noqa: ASYNC110 - A file makes no event.
             await asyncio.sleep(0.05)
-        await live_and_leave(config, [made], stop, observation)
+        await live_and_leave(config, roles, stop, observation)
 
 
 if __name__ == "__main__":
-    is_prefill = "prefill-" in sys.argv[sys.argv.index("--node-id") + 1]
-    config: NodeConfig = parse(PrefillConfig if is_prefill else DecodeConfig)
+    name = sys.argv[sys.argv.index("--node-id") + 1]
+    config = parse(KINDS[name.partition("-")[0]])
     log_to_stderr()
-    serve(lambda stop: _live(config, NodeRole.PREFILL if is_prefill else NodeRole.DECODE, stop))
+    serve(lambda stop: _live(config, stop))

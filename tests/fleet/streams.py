@@ -26,6 +26,12 @@ class Streams:
     completed: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    decoded_by: dict[str, str] = field(default_factory=dict)
+    """The decode node of each sample's receipt, by what routers' logs call the sample; empty before the receipt."""
+
+    def begun(self) -> list[str]:
+        """Return the samples that have tokens and have not ended."""
+        return [sample for sample, node in self.decoded_by.copy().items() if not node]
 
     def more(self, count: int = 12) -> None:
         """Wait for some more streams to end."""
@@ -42,8 +48,9 @@ class Streams:
             case = draw.choice(self.cases)
             samples = [bytearray() for _ in case.bits]
             try:
-                async for _ in streamed(client, case, samples):
-                    pass
+                async for chunk in streamed(client, case, samples):
+                    node = chunk.receipt.decode_node.node_id if chunk.receipt else ""
+                    self.decoded_by[f"sample {chunk.sample_index} of request {chunk.request_id!r}"] = node
             except CorunError as error:
                 self.failed.append(f"request {case.number}: {type(error).__name__}: {error}")
                 continue

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from corun.config.cluster_file import read
+from corun.config.cluster_file import NODES, read
 from corun.launch import run
 from corun.launch.members import MODULES
 
-FAKES = dict.fromkeys(("prefill", "decode"), "tests.fleet.nodes")
+FAKES = dict.fromkeys(NODES, "tests.fleet.nodes")
 
 
 def main(file: str, ray: str, logs: str, engines: str) -> int:
