@@ -1,11 +1,12 @@
-"""A router's capacity, and the delay it adds to its clients' tokens: real routers, fake nodes, one load generator.
+"""What routers carry, and the delay they add to their clients' tokens: real routers, fake nodes, one load generator.
 
-Two paths are measured on this machine, one after the other: through `python -m router` with a stream for each
-connection, as the SDK has it, and straight from the fake nodes over a bare gRPC stream per sample. `--separate` adds a
-third: through the router with a stream for each sample, as other clients may have it. A token's delay is the time from
-the emission of its step until the client has read it. The router adds the difference of its path's quantiles and the
-bare path's. This difference may be negative: without a router, each node has to serve its streams by itself. Meanwhile
-empty calls show how far the router's event loop is behind. Routers, nodes and clients share the machine's cores.
+Two paths are measured on this machine, one after the other: through `python -m router`, one or several at the same
+nodes, with a stream for each connection, as the SDK has it, and straight from the fake nodes over a bare gRPC stream
+per sample. `--separate` adds a third: through the routers with a stream for each sample, as other clients may have it.
+A token's delay is the time from the emission of its step until the client has read it. Routers add the difference of
+their path's quantiles and the bare path's. This difference may be negative: without a router, each node has to serve
+its streams by itself. Meanwhile empty calls show how far the routers' event loops are behind. Routers, nodes and
+clients share the machine's cores.
 """
 
 from __future__ import annotations
@@ -85,14 +86,17 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
     return {**result, "carried": is_carried(result), "runs": runs}
 
 
-def sweep(setup: CapacityOptions, counts: Sequence[int]) -> dict[str, Any]:
-    """Measure with each of these numbers of decode nodes, one after the other."""
-    setups = [replace(setup, decode_nodes=count) for count in counts]
+def sweep(setup: CapacityOptions, routers: Sequence[int], decode_nodes: Sequence[int]) -> dict[str, Any]:
+    """Measure with each of these numbers of routers and decode nodes, one after the other."""
+    setups = [replace(setup, routers=number, decode_nodes=count) for number in routers for count in decode_nodes]
     for one in setups:
         one.check()
     runs = [measure(one) for one in setups]
-    carried = [run["conditions"]["decode_nodes"] for run in runs if run["carried"]]
-    return {"conditions": runs[0]["conditions"], "carried_decode_nodes": max(carried, default=0), "sweep": runs}
+    carried = {str(number): 0 for number in routers}
+    for found in [run["conditions"] for run in runs if run["carried"]]:
+        name = str(found["routers"])
+        carried[name] = max(carried[name], found["decode_nodes"])
+    return {"conditions": runs[0]["conditions"], "carried_decode_nodes": carried, "sweep": runs}
 
 
 def is_carried(result: Mapping[str, Any]) -> bool:
@@ -132,7 +136,7 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         direct = path == "direct"
-        ports = [reserve("127.0.0.1") for _ in range(setup.decode_nodes if direct else setup.processes)]
+        ports = [reserve("127.0.0.1") for _ in range(setup.decode_nodes if direct else setup.routers)]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         kind = "direct" if direct else "colocated" if setup.colocated else "decode"
         nodes = [(kind, index) for index in range(setup.decode_nodes)]
@@ -257,7 +261,7 @@ def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
 
 def _are_ready(client: Client, number: int) -> bool:
     """Return whether a router uses this many nodes."""
-    return [node.state for node in client.get_cluster().nodes].count(NodeState.READY) >= number
+    return [node.state for node in client.get_cluster(timeout_s=START_S).nodes].count(NodeState.READY) >= number
 
 
 def _await(processes: Processes, trouble: str, is_so: Callable[[], bool]) -> None:
@@ -276,15 +280,21 @@ def report(result: Mapping[str, Any]) -> list[str]:
     for run in result.get("sweep", (result,)):
         lines += _table(run)
     if "sweep" in result:
-        lines.append(f"carried: {result['carried_decode_nodes']} decode nodes")
+        carried = result["carried_decode_nodes"].items()
+        lines += [f"{_routers(int(number))}: {count} decode nodes carried" for number, count in carried]
     return lines
+
+
+def _routers(number: int) -> str:
+    return f"{number} router{'' if number == 1 else 's'}"
 
 
 def _table(run: Mapping[str, Any]) -> list[str]:
     setup, router = run["conditions"], run["router"]
     names = [*(f"{name} ms" for name in SHARES), "ITL p99", "TTFT p99", "call p99"]
     head = f"{'':8}{'tokens/s':>10}" + "".join(f"{name:>10}" for name in names)
-    lines = [f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms", head]
+    nodes = f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms"
+    lines = [f"{_routers(setup['routers'])}: {nodes}", head]
     paths = [path for path in METHODS if path in run]
     for path in paths:
         figures = run[path]

@@ -167,15 +167,22 @@ class RouterBench(CapacityOptions, OneLine):
     examples:
       corun bench router                          two decode nodes of 256 slots, a step every 30 ms
       corun bench router --sweep 1 2 3 4          one decode node, then two, until there are too many
+      corun bench router --sweep-routers 1 2      one router, then two at the same nodes
       corun bench router --repeats 5 -o cap.json  medians of five
     """
 
     sweep: tuple[int, ...] = ()
-    """Numbers of decode nodes to measure one after the other, to find how many the router carries."""
+    """Numbers of decode nodes to measure one after the other, to find how many the routers carry."""
+    sweep_routers: tuple[int, ...] = ()
+    """Numbers of routers to measure one after the other, each with all numbers of decode nodes."""
 
     def run(self) -> int:
         capacity = load("corun_bench.capacity", "corun bench router", "router")
-        result = capacity.sweep(self, self.sweep) if self.sweep else capacity.measure(self)
+        if self.sweep or self.sweep_routers:
+            routers, decode_nodes = self.sweep_routers or (self.routers,), self.sweep or (self.decode_nodes,)
+            result = capacity.sweep(self, routers, decode_nodes)
+        else:
+            result = capacity.measure(self)
         print("\n".join(capacity.report(result)))
         self.finish(result)
         return 0

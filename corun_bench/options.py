@@ -19,6 +19,7 @@ KernelName = Literal["mean", "rms_norm", "softmax", "matmul", "attention", "all_
 RESULT = "result.json"
 MAX_NODES = 16
 """The most decode nodes of a router measurement."""
+MAX_ROUTERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +149,9 @@ class CapacityOptions:
     """Tokens of each prompt."""
     client_processes: int = 1
     """Processes that the clients are spread over."""
-    processes: int = 1
-    """Router processes, each on a port of its own; the clients are spread over them."""
+    routers: int = 1
+    """Routers, which all use the same nodes. Each client process has connections to all of them; a connection stays
+    with its router, as the SDK's do."""
     colocated: bool = False
     """Measure with colocated nodes, which compute the prompts of their samples, instead of prefill and decode nodes."""
     separate: bool = False
@@ -175,7 +177,7 @@ class CapacityOptions:
         """Raise InvalidArgumentError for a value out of range."""
         _in_range(self, 1, "decode_nodes", most=MAX_NODES)
         _in_range(self, 1, "slots", "output_tokens", "prompt_tokens", most=4096)
-        _in_range(self, 1, "processes", most=64)
+        _in_range(self, 1, "routers", most=MAX_ROUTERS)
         _in_range(self, 1, "client_processes", most=min(64, self.samples))
         _in_range(self, 1, "repeats", most=1000)
         _above_0(self, "step_ms", "seconds")

@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_every_token_arrives_and_the_json_has_its_fields(
 ) -> None:
     path = tmp_path / "found.json"
     options = {**SMALL, "seconds": 0.5, "ramp_s": 0.1, "warmup_s": 0.2, "client_processes": 2}
-    options |= {"output": path, "separate": True}
+    options |= {"output": path, "separate": True, "routers": 2}
     assert RouterBench(**options).run() == 0
     *table, line = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -53,14 +54,22 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     assert found["added_ms"]["p50"] == pytest.approx(
         found["router"]["latency_ms"]["p50"] - found["direct"]["latency_ms"]["p50"], abs=0.01
     )
-    one_more = [{**found, "carried": True, "conditions": {**found["conditions"], "decode_nodes": 1}}]
-    one_more.append({**found, "carried": False})
-    monkeypatch.setattr(capacity, "measure", lambda setup: one_more[setup.decode_nodes - 1])
-    assert RouterBench(**{**options, "sweep": (1, 2)}).run() == 0
+
+    def measured(setup: CapacityOptions) -> dict[str, Any]:
+        """Stand in for a measurement: one router carries one decode node, and two carry three."""
+        changed = {"routers": setup.routers, "decode_nodes": setup.decode_nodes}
+        is_carried = setup.decode_nodes < 2 * setup.routers
+        return {**found, "carried": is_carried, "conditions": {**found["conditions"], **changed}}
+
+    monkeypatch.setattr(capacity, "measure", measured)
+    assert RouterBench(**{**options, "sweep": (1, 3, 4), "sweep_routers": (1, 2)}).run() == 0
     *table, line = capsys.readouterr().out.splitlines()
-    assert [line[:5] for line in table if " x 3 slots" in line] == ["1 x 3", "2 x 3"]
-    assert table[-1] == "carried: 1 decode nodes"
-    assert json.loads(line)["carried_decode_nodes"] == 1
+    heads = [line.partition(" slots")[0] for line in table if " x 3 slots" in line]
+    assert heads == [f"{routers}: {nodes} x 3" for routers in ("1 router", "2 routers") for nodes in (1, 3, 4)]
+    assert table[-2:] == ["1 router: 1 decode nodes carried", "2 routers: 3 decode nodes carried"]
+    assert json.loads(line)["carried_decode_nodes"] == {"1": 1, "2": 3}
+    assert RouterBench(**{**options, "sweep_routers": (3,)}).run() == 0
+    assert "3 routers: 2 decode nodes carried" in capsys.readouterr().out
 
 
 def test_a_router_is_measured_with_colocated_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +195,9 @@ def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
     assert _together(runs) == {"wrong": 2, "latency_ms": {"p99": 1.0}}
 
 
-@pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])
+@pytest.mark.parametrize(
+    "bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}, {"routers": 0}]
+)
 def test_a_measurement_that_cannot_be_made_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
         CapacityOptions(**{**SMALL, **bad}).check()
