@@ -40,6 +40,7 @@ SERVED = {
     "lone": (REGISTRY, REGISTRY, CLUSTER),
     "prefill": (PREFILL, PREFILL, HEALTH),
     "decode": (DECODE, DECODE, HEALTH),
+    "colocated": (PREFILL, DECODE, HEALTH),
 }
 """Services of each server of the target, as often as they are drawn."""
 
@@ -48,7 +49,7 @@ class Method:
     """One RPC."""
 
     def __init__(self, rng: Random, server: str) -> None:
-        self.service = rng.choice(SERVED[server])
+        self.server, self.service = server, rng.choice(SERVED[server])
         self.descriptor: Any = rng.choice(SERVICES[self.service].methods)
         self.path = f"/{self.service}/{self.descriptor.name}"
         self.is_unary = not self.descriptor.server_streaming
@@ -62,12 +63,14 @@ class Method:
         request: Any = message_factory.GetMessageClass(self.descriptor.input_type)()
         names = request.DESCRIPTOR.fields_by_name
         if self.service in (PREFILL, DECODE):
-            request.generation = nodes["prefill" if self.service == PREFILL else "decode"]["generation"]
+            request.generation = nodes[self.server]["generation"]
         for name, draw in _OWN.items():
             if name in names and self.service in (PREFILL, DECODE):
                 setattr(request, name, draw(rng))
         if self.descriptor.name in _FILLERS:
             _FILLERS[self.descriptor.name](rng, request, nodes)
+        if self.server == "colocated" and self.descriptor.name == "Prefill":
+            _with_sample(rng, request, nodes)
         return request
 
 
@@ -153,6 +156,12 @@ def _heartbeat(rng: Random, request: Any, _: Any) -> None:
 def _prefill(_: Random, request: Any, nodes: Any) -> None:
     request.prompt_token_ids.extend((1, 2, 3))
     request.reader.node_id, request.reader.generation = "d", nodes["decode"]["generation"]
+
+
+def _with_sample(rng: Random, request: Any, nodes: Any) -> None:
+    request.reader.node_id, request.reader.generation = "c-decode", nodes["colocated"]["generation"]
+    _params(rng, request.sample.sampling_params)
+    request.sample.seed, request.sample.router_id = rng.getrandbits(62), f"router{rng.randrange(3)}"
 
 
 def _reserve(_: Random, request: Any, __: Any) -> None:

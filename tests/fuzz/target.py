@@ -8,7 +8,7 @@ ends when stdin does. Logs go to stderr. Tests only.
 - open: a router that asks for no token, with a node of each role: the surface of a client.
 - guarded: the same behind tokens: what a client without one, or with a client's only, can reach.
 - lone: a router without nodes, for the registry: who may register may also ruin, so the others' nodes are left alone.
-- prefill, decode: nodes that have joined nowhere.
+- prefill, decode, colocated: nodes that have joined nowhere.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from corun.node import membership
 from corun.rpc.server import raise_file_limit
 from corun.testing.cluster import router_config
 from corun.testing.model import write_tokenizer
+from corun.types import NodeRole
 from router.nodes import admission
 from router.service import ClusterService
 from tests.clusters import FakeCluster, cluster
@@ -138,19 +139,23 @@ async def serve(model: str, secrets: Secrets, settings: dict[str, Any]) -> None:
         await lone.add_router()
         prefill = await lone.add_prefill("p", join=False)
         decode = await lone.add_decode("d", join=False, lease_ttl_ms=LEASE_TTL_MS)
-        for node in (*open_router.nodes, *guarded.nodes, prefill, decode):
-            if node.info.slots and node is not decode:
+        colocated = await lone.add_colocated("c", join=False, lease_ttl_ms=LEASE_TTL_MS)
+        for node in (*open_router.nodes, *guarded.nodes):
+            if node.info.slots:
                 node.engine.step_ms = STEP_MS
-            for name in {"prefilled", "released", "connected"} & vars(node.engine).keys():
-                setattr(node.engine, name, deque(maxlen=10))  # What fakes note of calls would look like a leak, too.
-        prefill.engine.kv_ttl_s = LEASE_TTL_MS / 1000
+        for node in (*open_router.nodes, *guarded.nodes, *lone.nodes):
+            for engine in (side.engine for side in node.sides.values()):
+                for name in {"prefilled", "released", "connected"} & vars(engine).keys():
+                    setattr(engine, name, deque(maxlen=10))  # What fakes note of calls would look like a leak, too.
+        for node in (prefill, colocated):
+            node.sides[NodeRole.PREFILL].engine.kv_ttl_s = LEASE_TTL_MS / 1000
         nodes = {
-            node.info.role.value: {
+            name: {
                 "address": node.info.address,
                 "generation": node.info.ref.generation,
                 "contract": node.info.contract_json,
             }
-            for node in (prefill, decode)
+            for name, node in {"prefill": prefill, "decode": decode, "colocated": colocated}.items()
         }
         clusters = {"open": open_router, "guarded": guarded, "lone": lone}
         print(json.dumps({"addresses": {name: each.address for name, each in clusters.items()}, "nodes": nodes}))

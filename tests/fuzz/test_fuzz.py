@@ -19,7 +19,7 @@ from tests.fuzz.target import running
 pytestmark = pytest.mark.timeout(300)
 
 SCALE = {"slowloris": 20, "idle": 200, "giant": 1, "slow_reader": 1, "many_streams": 1500}
-NODES = {role: {"generation": "0" * 16, "contract": "{}"} for role in ("prefill", "decode")}
+NODES = {kind: {"generation": "0" * 16, "contract": "{}"} for kind in ("prefill", "decode", "colocated")}
 
 
 @pytest.mark.slow
