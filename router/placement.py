@@ -131,6 +131,7 @@ class DecodeRoom:
         self._used = UsedBlocks()
         self._num_ending = 0
         self._refused = False
+        self._has_asked = False  # Whether a sample was placed without room since the last report.
 
     @property
     def free_slots(self) -> int:
@@ -185,8 +186,8 @@ class DecodeRoom:
         Where other routers hold room, it asks once after each report even if the node seems full. The refusal tells the
         node that this router waits, and while it does, none of the others may hold more than its part.
         """
-        asks = self._leases.foreign > 0 and not self._is_closed and self.could_hold(need.total)
-        return asks or self.has_room(need)
+        asks = self._leases.foreign > 0 and not self._is_closed and not self._has_asked
+        return self.has_room(need) or (asks and self.could_hold(need.total))
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Return whether `spare_slots` slots are free; on a smaller node, all slots but one are enough. None is free
@@ -204,6 +205,7 @@ class DecodeRoom:
 
     def take(self, need: Need) -> tuple[int, int]:
         """Claim a place and KV blocks for a sample. Return the value that `refuse` needs to undo this."""
+        self._has_asked = self._has_asked or not self.has_room(need)
         return self._leases.take(1), self._blocks.take(self._used.add(self._blocks_of(need)))
 
     def note_ending(self) -> None:
@@ -226,7 +228,7 @@ class DecodeRoom:
     def report(self, load: NodeLoad) -> None:
         self._leases.report(load.leases)
         self._blocks.report(load.used_kv_blocks)
-        self._refused = False
+        self._refused = self._has_asked = False
 
     def _blocks_of(self, need: Need) -> SampleBlocks:
         return SampleBlocks.of(need.num_prompt, need.max_tokens, self._block_size, need.kv_key)

@@ -363,6 +363,10 @@ def test_where_others_hold_room_a_router_asks_once_after_each_report() -> None:
         decode.report(NodeLoad(leases=2, used_kv_blocks=2))
         assert not decode.has_room(alone(16))
         assert [decode.may_ask(alone(n)) for n in (16, 160, 161)] == [True, True, False]
+        decode.take(alone(16))
+        assert not decode.may_ask(alone(16)), "all that wait would ask before the first is refused"
+        decode.give(alone(16))
+        assert not decode.may_ask(alone(16))
         decode.refuse(alone(16), decode.take(alone(16)))
         assert not decode.may_ask(alone(16))
 
