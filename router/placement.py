@@ -373,24 +373,25 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    Of the nodes that only decode, and of the colocated ones, one is in question: the one with a free slot, if there is
-    any, then with the most slots that are free soon, then with the most free KV; with any prefill node that is warm
-    with it. Other colocated nodes whose own side computes the prompt, so that no KV is read, are in question if they
-    have nearly as many slots free (`OWN_PART`). The first of these pairs is of a kind with a free slot, if there is
-    any; then it has steps of prompts that are not too slow; then it computes the same KV already; then it has the
-    fewest prompt tokens until this prompt is where it is decoded (`_delay`), with what rows and prompts of one engine
-    do to each other (`BESIDE`).
+    Of the nodes that only decode, and of the colocated ones, one is in question: the one with room, if there is any
+    (`DecodeRoom.may_ask` allows others), then with a free slot, then with the most slots that are free soon, then with
+    the most free KV; with any prefill node that is warm with it. Other colocated nodes whose own side computes the
+    prompt, so that no KV is read, are in question if they have nearly as many slots free (`OWN_PART`). The first of
+    these pairs is of a kind with room and a free slot, if there is any; then it has steps of prompts that are not too
+    slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt is where it is
+    decoded (`_delay`), with what rows and prompts of one engine do to each other (`BESIDE`).
     """
     avoid = _avoided(need, decodes, prefills)
     engines = {room.engine_id for room in prefills.values()} - {""}
     beside = {room.engine_id: room for room in decodes.values() if room.engine_id in engines and not room.prompts_only}
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
-    fitting.sort(key=lambda node_id: (node_id in avoid, *least_used(decodes[node_id]), node_id))
+    lacking = {node_id for node_id in fitting if not decodes[node_id].has_room(need)}
+    fitting.sort(key=lambda node_id: (node_id in avoid, node_id in lacking, *least_used(decodes[node_id]), node_id))
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
     sides = {prefills[node_id].engine_id: node_id for node_id in free}
     is_mix = any(room.engine_id not in beside for room in prefills.values())
     waits: dict[tuple[str, str], bool] = {}
-    """The pairs in question, and whether their kind of decode nodes has no free slot."""
+    """The pairs in question, and whether their kind of decode nodes has no room, or no free slot."""
     for is_colocated in (False, True):
         kind = [node_id for node_id in fitting if (decodes[node_id].engine_id in beside) is is_colocated]
         pairs: list[tuple[str, str]] = []
@@ -404,7 +405,7 @@ def choose_pair(
             near = [node_id for node_id in kind if decodes[node_id].is_nearly_as_free(need, best.soon_free)]
             own = [(node_id, sides[engine]) for node_id in near if (engine := decodes[node_id].engine_id) in sides]
             pairs += [pair for pair in own if is_warm(*pair)]
-        waits |= dict.fromkeys(pairs, best.free_slots <= 0)
+        waits |= dict.fromkeys(pairs, pairs[0][0] in lacking or best.free_slots <= 0)
 
     def order(pair: tuple[str, str]) -> tuple[Any, ...]:
         room, prefill = decodes[pair[0]], prefills[pair[1]]

@@ -371,6 +371,15 @@ def test_where_others_hold_room_a_router_asks_once_after_each_report() -> None:
         assert not decode.may_ask(alone(16))
 
 
+def test_a_node_that_others_fill_is_asked_only_where_no_other_has_room() -> None:
+    """Its slots are free, but not its KV. A refusal there would keep the others from it for nothing."""
+    full, other, colocated = decode("a", slots=8), decode("b", slots=2), decode("c", slots=2, engine="e")
+    full[1].report(NodeLoad(leases=1, used_kv_blocks=100))
+    assert chosen([full, other], [P]) == "bp"
+    assert chosen([full, colocated], [P, prefill("q", engine="e")]) == "cq"
+    assert chosen([full, other], [P], is_warm=only(("a", "p"))) == "ap"
+
+
 def test_samples_of_a_prompt_count_its_blocks_once_while_one_of_them_lives() -> None:
     """A prompt of 48 tokens has two blocks before its last position, and each sample two of its own."""
     decode, sample = room(8), Need(num_prompt=48, max_tokens=16, kv_key="k")
