@@ -56,6 +56,16 @@ less time between tokens with it, first tokens no later, and up to a quarter mor
 colocated ones with 50 prompts of 2048 tokens a second, 256 tokens out each, drew a token every 14 ms instead of 44.
 With twice as much, first tokens came later; with half, tokens.
 """
+BESIDE_PART = 4
+"""A sample that may draw more tokens than its prompt has counts for little as a prompt, and much as a row. For it,
+nodes that only decode go before colocated ones only while they decode more samples by at most this part of the slots of
+these. Without a bound, they would decode alone in a mix until they are full.
+
+In the simulation of 4 GPUs with rates of H200 and 256 slots, one decode node and three colocated ones with 200 samples
+of 128 tokens in and 1024 out in flight draw 22,600 tokens a second with it, instead of 15,400. Long prompts have no
+bound: with half of the slots as one for all samples, 55 prompts of 2048 tokens a second, 256 tokens out each, lost 16 %
+of the requests that got a token every 15 ms.
+"""
 OWN_PART = 4
 """A colocated node decodes what it computes while the node with the most free slots has at most this part of the node's
 slots more. Without a bound, samples of one prompt, and prompts that begin alike, would fill one node."""
@@ -202,6 +212,12 @@ class DecodeRoom:
         """Return whether a sample fits and gets a slot here soon, and nearly as many slots are free then as `most_free`
         (`OWN_PART`)."""
         return 0 < self.soon_free >= most_free - self._total_slots // OWN_PART and self.has_room(need)
+
+    def is_ahead_of(self, other: DecodeRoom) -> bool:
+        """Return whether more samples decode here than there, without those that end soon, by more than a part of the
+        slots there (`BESIDE_PART`)."""
+        more = self._total_slots - self.soon_free - (other._total_slots - other.soon_free)
+        return more > other._total_slots // BESIDE_PART
 
     def take(self, need: Need) -> tuple[int, int]:
         """Claim a place and KV blocks for a sample. Return the value that `refuse` needs to undo this."""
@@ -379,7 +395,7 @@ def choose_pair(
     prompt, so that no KV is read, are in question if they have nearly as many slots free (`OWN_PART`). The first of
     these pairs is of a kind with room and a free slot, if there is any; then it has steps of prompts that are not too
     slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt is where it is
-    decoded (`_delay`), with what rows and prompts of one engine do to each other (`BESIDE`).
+    decoded (`_delay`), with what rows and prompts of one engine do to each other (`BESIDE`, `BESIDE_PART`).
     """
     avoid = _avoided(need, decodes, prefills)
     engines = {room.engine_id for room in prefills.values()} - {""}
@@ -390,6 +406,7 @@ def choose_pair(
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
     sides = {prefills[node_id].engine_id: node_id for node_id in free}
     is_mix = any(room.engine_id not in beside for room in prefills.values())
+    bests: list[DecodeRoom] = []
     waits: dict[tuple[str, str], bool] = {}
     """The pairs in question, and whether their kind of decode nodes has no room, or no free slot."""
     for is_colocated in (False, True):
@@ -401,16 +418,18 @@ def choose_pair(
         if not pairs:
             continue
         best = decodes[pairs[0][0]]
+        bests.append(best)
         if is_colocated:
             near = [node_id for node_id in kind if decodes[node_id].is_nearly_as_free(need, best.soon_free)]
             own = [(node_id, sides[engine]) for node_id in near if (engine := decodes[node_id].engine_id) in sides]
             pairs += [pair for pair in own if is_warm(*pair)]
         waits |= dict.fromkeys(pairs, pairs[0][0] in lacking or best.free_slots <= 0)
+    is_uneven = need.max_tokens > need.num_prompt and len(bests) > 1 and bests[0].is_ahead_of(bests[1])
 
     def order(pair: tuple[str, str]) -> tuple[Any, ...]:
         room, prefill = decodes[pair[0]], prefills[pair[1]]
         is_slow, computes, delay = _delay(need, prefill, room)
-        is_held_up = room.engine_id in beside
+        is_held_up = room.engine_id in beside and not is_uneven
         holds_up = is_mix and prefill.engine_id in beside and not beside[prefill.engine_id].is_empty
         delay += BESIDE * (is_held_up + holds_up)
         avoided = pair[0] in avoid, pair[1] in avoid

@@ -182,6 +182,15 @@ def test_prompts_hold_up_rows_no_more_than_they_must(
     assert (per_token[-12] < 0.025) == bool(beside), "the 99th percentile"
 
 
+@pytest.mark.parametrize("part", [router_placement.BESIDE_PART, 1])
+@pytest.mark.parametrize("placement", ["1p1d1c", "1d3c"])
+def test_colocated_nodes_decode_in_a_rollout_too(monkeypatch: pytest.MonkeyPatch, placement: str, part: int) -> None:
+    """Prompts hold up nobody there. Without a bound, the decode node would have all rows."""
+    monkeypatch.setattr(router_placement, "BESIDE_PART", part)
+    found = throughput(placement, "in=128,out=1024", 400)
+    assert (found > 16_000) == (part > 1), "more than 17,000 tokens a second, or 15,400"
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_samples_that_end_together_leave_even_work_behind(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
     """One of two nodes is slower by 1 %, so its samples end a moment later. If they do not count as good as gone, the

@@ -177,6 +177,20 @@ def test_nodes_of_one_role_are_used_before_colocated_ones_with_rows() -> None:
     assert chosen([full], [prefill("a", engine="a")]) == "da", "in line, if there is no other"
 
 
+@pytest.mark.parametrize(
+    ("need", "nodes"),
+    [(Need(num_prompt=16, max_tokens=17), "ddd" + "cdcdcdcdcd" + "ccc"), (NEED, "d" * 8 + "c" * 8)],
+)
+def test_a_decode_node_decodes_long_outputs_not_alone(need: Need, nodes: str) -> None:
+    """It is ahead by a quarter of the colocated node's slots, and not until it is full, as with long prompts."""
+    one, both = decode("d", slots=8), decode("c", slots=8, engine="c")
+    prompts, found = [prefill("p"), prefill("c", engine="c")], ""
+    for _ in nodes:
+        found += chosen([one, both], prompts, need)[0]
+        {"d": one, "c": both}[found[-1]][1].take(need)
+    assert found == nodes
+
+
 def test_between_colocated_nodes_alone_rows_count_for_nothing() -> None:
     """What one has in its prefix cache would not be found if a prompt were kept away from rows."""
     decodes = [decode("a", slots=8, engine="a"), decode("b", slots=8, engine="b")]
