@@ -76,6 +76,7 @@ class Registry:
         self._found: _Usable | None = None  # None after a change of a node, until somebody asks.
         self._preparation = Preparation(self._decodes, self._prefills, self.lose, self._nodes_changed)
         self._waiting: set[asyncio.Future[None]] = set()  # One for each waiter, which a change of the registry wakes.
+        self._unready: set[asyncio.Future[None]] = set()  # The same, but they are woken when a pair of nodes is ready.
 
     @property
     def model(self) -> Model | None:
@@ -255,21 +256,25 @@ class Registry:
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds. Return False if it does not by `deadline`, on the loop's clock. The condition
         must only change when the registry does."""
+        return await self._until(condition, deadline, self._waiting)
+
+    async def _until(self, condition: Callable[[], bool], deadline: float, waiting: set[asyncio.Future[None]]) -> bool:
+        """Do what `until` does, among those who are woken together."""
         while not condition():
             if (left := deadline - loop_time()) <= 0:
                 return False
             change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.add(change)
+            waiting.add(change)
             try:
                 await asyncio.wait((change,), timeout=left)
             finally:
-                self._waiting.discard(change)
+                waiting.discard(change)
         return True
 
     async def wait_ready(self, deadline: float) -> Model:
         """Wait until a pair of nodes is ready, and return the model. Raises UnavailableError at `deadline`, on the
         loop's clock."""
-        if not await self.until(lambda: self.model is not None and not self.missing(), deadline):
+        if not await self._until(self._is_ready, deadline, self._unready):
             raise UnavailableError(self.missing() or "no tokenizer could be loaded")
         assert self.model is not None
         return self.model
@@ -295,10 +300,12 @@ class Registry:
         self.clock.stop()
 
     def changed(self) -> None:
-        """Tell all waiters and listeners that a sample may be able to start now."""
-        waiting, self._waiting = self._waiting, set()
-        for change in waiting:
-            change.set_result(None)
+        """Tell all waiters and listeners that a sample may be able to start now. Requests may wait by the thousand for
+        nodes while others end, so they hear nothing before there are some."""
+        for waiting in (self._waiting, self._unready) if self._unready and self._is_ready() else (self._waiting,):
+            for change in waiting:
+                change.set_result(None)
+            waiting.clear()
         for listener in self._listeners:
             listener()
 
@@ -328,6 +335,9 @@ class Registry:
         task.add_done_callback(self._closing.discard)
         asyncio.get_running_loop().call_later(admission.FORGET_AFTER_S, self._forget, node)
         self._nodes_changed()
+
+    def _is_ready(self) -> bool:
+        return self.model is not None and bool(self._usable().connected)
 
     def _usable(self) -> _Usable:
         if self._found is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,12 +21,14 @@ from corun.errors import (
 from corun.node.certificate import Certificate
 from corun.params import SamplingParams
 from corun.receipt import certificates_digest
+from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.model import contract
 from corun.types import Freedom, FreedomStatus, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from router.nodes import admission
 from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
 from router.placement import PREFILLS_IN_FLIGHT
+from tests.answers import settle
 from tests.clusters import cluster, generate
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
@@ -251,3 +254,19 @@ async def test_nodes_are_looked_at_again_after_each_change(registry: Registry, m
     registry.subscribe(lambda: found.append(registry.missing()))
     registry.lose(registry._decodes["d1"], "it went")
     assert found == ["no decode node is in use (d1 is lost: it went)"], "who hears of a loss sees it"
+
+
+async def test_a_sample_that_ends_wakes_no_request_that_waits_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may wait for a prefill node while samples still decode, and their streams share the loop."""
+    looks = Mock(return_value=0.0)
+    monkeypatch.setattr("router.nodes.registry.loop_time", looks)
+    registry = Registry(router_config(), "r")
+    waiting = [asyncio.ensure_future(registry.wait_ready(WAIT_S)) for _ in range(20)]
+    for _ in range(10):
+        registry.changed()
+        await settle()
+    assert looks.call_count == len(waiting)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await registry.close()
