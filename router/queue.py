@@ -175,6 +175,8 @@ class SampleQueue:
         """The number of refused requests, since the router started."""
         self.waiting = 0
         """The number of samples without a placement."""
+        self.tokens_to_compute = 0
+        """The prompt tokens of all samples without a placement, those of samples that share their KV once."""
         self._pool = pool
         self._config = config
         self._heap: list[tuple[tuple[int, bool, float, int], QueueEntry]] = []
@@ -354,7 +356,10 @@ class SampleQueue:
         self._ranks[entry.rank] += sign
         _add(self._samples_of, entry.caller.name, sign)
         _add(self._tokens_of, entry.caller.name, sign * entry.need.num_prompt)
-        _add(self._waiting_for, entry.need.kv_key, sign)
+        key = entry.need.kv_key
+        _add(self._waiting_for, key, sign)
+        if not key or self._waiting_for[key] == (sign > 0):  # It is the first with this key, or was the last one.
+            self.tokens_to_compute += sign * entry.need.num_prompt
 
     def _grant(self, entry: QueueEntry, placement: PrefillPlacement) -> None:
         assert entry.granted is not None

@@ -105,7 +105,7 @@ class Targets:
         per_s = sum(self._rate(node, node.load.tokens, is_busy=node.load.queued_prompt_tokens > 0) for node in prefills)
         backlogs = [node.room for node in prefills]
         head = self._queue.head.need if self._queue.head else None
-        self.wait_s = first_token_wait_s(head, self._queue.waiting_tokens, rooms.values(), backlogs, per_s)
+        self.wait_s = first_token_wait_s(head, self._queue.tokens_to_compute, rooms.values(), backlogs, per_s)
         if lacks_decode(rooms.values()):  # Another node has gone: this cannot wait.
             self._change(*(node for node in decodes if node.room.prompts_only))
         elif self._registry.clock.time() - self._changed_at >= DWELL_S:
@@ -138,8 +138,9 @@ def first_token_wait_s(
 ) -> float:
     """Return for how many seconds a prompt that comes now waits until it is computed; 0 while no rate is known.
 
-    head, waiting_tokens: the first sample in line, and the prompt tokens of all that wait. They are before the new
-        prompt only if the first one waits for a prefill node. If it waits for a decode node, more prefill is no help.
+    head, waiting_tokens: the first sample in line, and the prompt tokens to compute for all that wait. They are before
+        the new prompt only if the first one waits for a prefill node. If it waits for a decode node, more prefill is no
+        help.
     """
     prefills = list(prefills)
     tokens = sum(room.queued_tokens for room in prefills)

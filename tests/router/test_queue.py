@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -101,6 +102,21 @@ async def test_placements_are_given_in_order_of_arrival() -> None:
     (await queue.place(entries[0], later())).close()
     assert placed(entries) == [2, 3]
     assert queue.waiting == 0
+
+
+async def test_a_prompt_is_to_be_computed_once_for_all_its_samples_that_share_it() -> None:
+    """Otherwise a rollout would seem to keep first tokens waiting, and nodes would take prompts only."""
+    pool = FakePool()
+    queue = make(pool)
+    shared, own = need(num_prompt=10), need(num_prompt=5)
+    entries = queue.enter([replace(shared, kv_key=key) for key in "aaab"] + [own, own])
+    assert (queue.waiting_tokens, queue.tokens_to_compute) == (50, 30)
+    pool.free = 2
+    queue.pump()
+    assert queue.tokens_to_compute == 30, "one sample of the first prompt still waits"
+    for entry, left in zip(entries[2:], (20, 10, 5, 0), strict=True):
+        queue.leave(entry)
+        assert queue.tokens_to_compute == left
 
 
 async def test_a_small_sample_does_not_overtake_a_large_one() -> None:

@@ -100,12 +100,12 @@ def test_a_slow_node_gets_prompts_last_but_gets_them() -> None:
 class Line:
     """A queue with these prompt tokens in line."""
 
-    def __init__(self, waiting_tokens: int = 0) -> None:
-        self.waiting_tokens = waiting_tokens
+    def __init__(self, tokens_to_compute: int = 0) -> None:
+        self.tokens_to_compute = tokens_to_compute
 
     @property
     def head(self) -> Any:
-        return SimpleNamespace(need=NEED) if self.waiting_tokens else None
+        return SimpleNamespace(need=NEED) if self.tokens_to_compute else None
 
 
 class Watched:
@@ -160,7 +160,7 @@ async def test_under_a_target_for_first_tokens_nodes_flex_not_faster_than_they_c
     for node in registry._prefills.values():  # As many prompts as may be there, and more wait for them.
         for _ in range(4):
             node.room.take(1)
-    all_of.line.waiting_tokens = 12_000
+    all_of.line.tokens_to_compute = 12_000
     all_of.beat(1, tokens=1000)
     assert all_of.targets.wait_s == pytest.approx(4.1, rel=0.02)
     assert all_of.details == {"a-decode": PROMPTS_ONLY}
@@ -171,13 +171,13 @@ async def test_under_a_target_for_first_tokens_nodes_flex_not_faster_than_they_c
     assert all_of.targets.num_prompts_only == 2
     registry.lose(registry._node("c-decode"), "it died")  # type: ignore[arg-type]
     assert set(all_of.details.values()) == {"it died"}, "at once: otherwise nobody would decode"
-    all_of.line.waiting_tokens = 0
+    all_of.line.tokens_to_compute = 0
     await registry.close()
 
 
 async def test_without_targets_nothing_is_measured_or_changed(model: str) -> None:
     both = Watched(model, "a", "b")
-    both.line.waiting_tokens = 10**9
+    both.line.tokens_to_compute = 10**9
     both.beat(20, tokens=1000, steps=1)
     assert both.details == {}
     await both.registry.close()
