@@ -130,33 +130,23 @@ def _another_prompt(row: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "says"),
     [
-        (_of_other_weights, ContractMismatchError),
-        (_changed, DataLossError),
-        (_another_prompt, InvalidArgumentError),
+        (_of_other_weights, ContractMismatchError, "the file has results of another contract"),
+        (_changed, DataLossError, None),
+        (_another_prompt, InvalidArgumentError, None),
     ],
 )
 def test_a_file_that_does_not_belong_to_the_batch_is_refused(
-    client: Client, output: Path, change: Callable[[Row], None], error: type[CorunError]
+    client: Client, output: Path, change: Callable[[Row], None], error: type[CorunError], says: str | None
 ) -> None:
     client.generate_many(PROMPTS[:2], PARAMS, seeds=[1, 2], results=output)
     rows = sorted(read_rows(output), key=lambda row: row["id"])
     change(rows[0])
     before = write_rows(output, *rows).read_bytes()
-    with pytest.raises(error):
+    with pytest.raises(error, match=says):
         client.generate_many(PROMPTS, PARAMS, seeds=[1, 2, 3], results=output)
     assert output.read_bytes() == before
-
-
-def test_results_of_other_weights_do_not_mix(client: Client, output: Path) -> None:
-    client.generate_many(PROMPTS[:1], PARAMS, seeds=[1], results=output)
-    (row,) = read_rows(output)
-    _of_other_weights(row)
-    write_rows(output, row)
-    with pytest.raises(ContractMismatchError, match="the file has results of another contract"):
-        client.generate_many(PROMPTS, PARAMS, seeds=[1, 2, 3], results=output)
-    assert len(read_rows(output)) == 1
 
 
 def test_a_shorter_batch_does_not_mix_two_policies_either(client: Client, output: Path) -> None:

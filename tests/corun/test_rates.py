@@ -67,8 +67,10 @@ def test_a_node_that_registered_counts_from_its_heartbeat() -> None:
     assert rates((0.0, status(silent)), (1.0, status(silent))).of(NodeRole.DECODE, tokens) == 0.0
 
 
-def test_another_router_or_another_life_of_it_begins_at_nothing() -> None:
+def test_another_router_or_another_life_of_it_or_of_a_node_begins_at_nothing() -> None:
     before = (0.0, status(told(DECODE, 0), finished=9))
+    born = replace(DECODE, node=replace(DECODE.node, ref=replace(DECODE.node.ref, generation="3" * 16)))
+    assert rates(before, (5.0, status(told(born, 50), finished=9))).of(NodeRole.DECODE, tokens) is None
     for now in (status(told(DECODE, 50), finished=9, router="other"), status(told(DECODE, 50), finished=8)):
         found = rates(before, (5.0, now))
         assert (found.of(NodeRole.DECODE, tokens), found.finished) == (None, None)

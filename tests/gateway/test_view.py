@@ -104,15 +104,6 @@ def test_what_is_not_known_yet_is_not_said() -> None:
     )
 
 
-def test_another_life_of_a_node_or_router_begins_at_nothing() -> None:
-    old = node("d", NodeRole.DECODE, NodeLoad(tokens=9000))
-    born = replace(old, load=NodeLoad(tokens=10))
-    born = replace(born, node=replace(born.node, ref=NodeRef(node_id="d", generation="2" * 16)))
-    assert view((0.0, status(old)), (5.0, status(born))).texts()["output_rate"] == "\N{EN DASH}"
-    other = status(replace(old, load=NodeLoad(tokens=9999)), router_id="r2")
-    assert view((0.0, status(old)), (5.0, other)).texts()["output_rate"] == "\N{EN DASH}"
-
-
 def distribution(*counts: int) -> Distribution:
     return Distribution(bounds=(0.1, 1.0, 10.0), counts=counts, sum=1.0)
 
