@@ -12,6 +12,7 @@ from corun.client.loop_thread import is_no_late_wake
 from corun.node import kept
 from tests.loading import load
 from tests.secrets import Secrets
+from tests.traces import CPU, GPU, Platform
 
 settings.register_profile("corun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("corun")
@@ -33,6 +34,12 @@ def no_kept_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
     """Certificates and tokens that no test changes."""
     return Secrets.make(tmp_path_factory.mktemp("secrets"))
+
+
+@pytest.fixture(params=[CPU, GPU], ids=["cpu", "gpu"])
+def platform(request: pytest.FixtureRequest) -> Platform:
+    """What the tests of schedulers run on, each time."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -51,9 +51,8 @@ from decode_node.masks import RowGrammar
 from decode_node.slots import NoRoomError, SlotTable
 from prefill_node.engine import salt
 from tests.loading import environment
-from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Join, Platform, Record, Row, Run, Step, Trace
+from tests.traces import BLOCK_SIZE, ENDLESS, MAX_LEN, Abort, Arrive, Join, Platform, Record, Row, Run, Step, Trace
 
-MAX_MODEL_LEN = 512
 ORDINARY, STOP, OTHER = 7, 3, 8
 """Token ids."""
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -601,5 +600,5 @@ def _engine_config(role: NodeRole | None) -> Any:
     roles = [*NodeRole] if role is None else [role]
     endpoint = NixlEndpoint(engine_id="self", host="127.0.0.1", port=1, tp_size=1)
     arguments = nodes.shared_arguments(cls(model=str(tiny.ensure())), roles, endpoint)
-    arguments |= {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
+    arguments |= {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN}
     return EngineArgs(**arguments, max_num_seqs=1, max_num_batched_tokens=BLOCK_SIZE).create_engine_config()

@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, TypeAlias
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-BLOCK_SIZE = 16
+from corun.types import NodeRole
+
+BLOCK_SIZE, MAX_LEN = 16, 512
 ENDLESS = 0
 """A value of `Arrive.stops_after`: the request runs to max_tokens."""
 
@@ -104,8 +106,23 @@ class Platform:
 
 CPU = Platform(async_scheduling=False, v2_runner=False)
 GPU = Platform(async_scheduling=True, v2_runner=True)
-PLATFORMS = pytest.mark.parametrize("platform", [CPU, GPU], ids=["cpu", "gpu"])
 ANY_PLATFORM = st.sampled_from([CPU, GPU])
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of one role, by one scheduler and on one platform. See `tests.stepping` for what they do."""
+
+    stepping: ModuleType
+    platform: Platform
+    role: NodeRole | None
+    scheduler: str
+
+    def engine(self, trace: Trace, scheduler: str = "", **changes: Any) -> Any:
+        return self.stepping.engine(scheduler or self.scheduler, trace, self.platform, role=self.role, **changes)
+
+    def play(self, trace: Trace, scheduler: str = "", **changes: Any) -> Any:
+        return self.stepping.play(scheduler or self.scheduler, trace, self.platform, role=self.role, **changes)
 
 
 def examples(count: int) -> settings:

@@ -23,14 +23,16 @@ from decode_node.slots import SlotTable
 from tests.decode_node.test_scheduler import FIXED
 from tests.decode_node.test_scheduler import group_violations as sample_violations
 from tests.loading import load
-from tests.prefill_node.test_scheduler import FREE, OURS, PACKED, PLATFORMS, examples
+from tests.prefill_node.test_scheduler import FREE, OURS, PACKED, examples
 from tests.prefill_node.test_scheduler import violations as prompt_violations
 from tests.traces import (
     BLOCK_SIZE,
     CPU,
     GPU,
+    MAX_LEN,
     Abort,
     Arrive,
+    Engines,
     Join,
     Platform,
     Record,
@@ -58,18 +60,26 @@ def scheduler() -> Any:
     return load("colocated_node.scheduler").ColocatedScheduler
 
 
-def play(stepping: ModuleType, trace: Trace, platform: Platform) -> Record:
+def on(stepping: ModuleType, platform: Platform) -> Engines:
+    return Engines(stepping, platform, None, COLOCATED)
+
+
+@pytest.fixture
+def engines(stepping: ModuleType, platform: Platform) -> Engines:
+    return on(stepping, platform)
+
+
+def play(engines: Engines, trace: Trace) -> Record:
     """Play a trace with the leases that the node would give to its samples."""
-    engine = stepping.engine(COLOCATED, trace, platform, role=None)
-    engine.table = SlotTable(
-        slots=trace.slots, kv_blocks=trace.blocks - prompts_share(stepping, trace), block_size=BLOCK_SIZE
-    )
+    engine = engines.engine(trace)
+    kv_blocks = trace.blocks - prompts_share(trace)
+    engine.table = SlotTable(slots=trace.slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE)
     record: Record = engine.play()
     return record
 
 
-def prompts_share(stepping: ModuleType, trace: Trace) -> int:
-    return prompt_blocks(trace.blocks, BLOCK_SIZE, stepping.MAX_MODEL_LEN)
+def prompts_share(trace: Trace) -> int:
+    return prompt_blocks(trace.blocks, BLOCK_SIZE, MAX_LEN)
 
 
 def half(record: Record, *, reads: bool) -> Record:
@@ -84,7 +94,7 @@ def half(record: Record, *, reads: bool) -> Record:
     )
 
 
-def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
+def violations(record: Record, trace: Trace) -> set[str]:
     samples, prompts = half(without_tails(record), reads=True), half(record, reads=False)
     whole = replace(trace, budget=trace.budget + trace.slots)
     found = sample_violations(samples, trace.slots) | set(prompt_violations(prompts, whole))
@@ -98,7 +108,7 @@ def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
             found.add("more rows than slots")
         if sum(row.tokens for row in step.rows.values()) > whole.budget:
             found.add("more tokens than a step may have")
-        if step.prompt_blocks > prompts_share(stepping, trace):
+        if step.prompt_blocks > prompts_share(trace):
             found.add("prompts use the samples' blocks")
     return found | set(waits(record))
 
@@ -147,22 +157,21 @@ def waits(record: Record) -> Iterator[str]:
                 yield "an unfinished prompt waits for samples"
 
 
-def checked(stepping: ModuleType, trace: Trace, platform: Platform) -> Record:
+def checked(engines: Engines, trace: Trace) -> Record:
     """Play a trace, in which no rule may be broken."""
-    record = play(stepping, trace, platform)
-    assert violations(record, trace, stepping) == set()
+    record = play(engines, trace)
+    assert violations(record, trace) == set()
     return record
 
 
-@PLATFORMS
-def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, platform: Platform) -> None:
+def test_prompts_and_samples_each_get_what_they_may_have(engines: Engines) -> None:
     mixed = turns = 0
 
     @examples(150)
     @given(colocated_traces(ALL))
     def check(trace: Trace) -> None:
         nonlocal mixed, turns
-        record = checked(stepping, trace, platform)
+        record = checked(engines, trace)
         kinds = [{record.requests[n].reads for n in step.rows} for step in record.steps]
         mixed += kinds.count({True, False})
         turns += sum(a | b == {True, False} and len(a) == len(b) == 1 for a, b in itertools.pairwise(kinds))
@@ -171,12 +180,16 @@ def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, p
     assert min(mixed, turns) > 100
 
 
+def at(record: Record, number: int) -> list[int]:
+    """Return the steps in which a request has a row."""
+    return [place for place, step in enumerate(record.steps) if number in step.rows]
+
+
 def rows_of(record: Record) -> list[dict[int, Any]]:
     return [step.rows for step in record.steps]
 
 
-@PLATFORMS
-def test_prompts_alone_get_the_steps_of_a_prefill_node(stepping: ModuleType, platform: Platform) -> None:
+def test_prompts_alone_get_the_steps_of_a_prefill_node(engines: Engines) -> None:
     """A prefill node of as many blocks as are for prompts here, with steps of as many tokens. Nothing is cached: the
     prefix cache has all blocks that are free, and here are more of them."""
 
@@ -184,25 +197,24 @@ def test_prompts_alone_get_the_steps_of_a_prefill_node(stepping: ModuleType, pla
     @given(prefill_traces(freedoms=[may for may in ALL if "cached" not in may]))
     def check(trace: Trace) -> None:
         # With several steps in flight, an engine that reads KV gets the blocks of aborted prompts back a step later.
-        blocks, times = (trace.blocks, 2) if platform is CPU else (PLENTY, 8)
+        blocks, times = (trace.blocks, 2) if engines.platform is CPU else (PLENTY, 8)
         whole = (trace.budget or trace.chunk) + trace.slots
-        one = stepping.play(OURS, replace(trace, blocks=blocks, budget=whole), platform, role=NodeRole.PREFILL)
-        both = stepping.play(COLOCATED, replace(trace, blocks=times * blocks), platform, role=None)
+        one = replace(engines, role=NodeRole.PREFILL, scheduler=OURS).play(replace(trace, blocks=blocks, budget=whole))
+        both = engines.play(replace(trace, blocks=times * blocks))
         assert rows_of(both) == rows_of(one)
         assert (both.outputs, both.finished, both.left_over) == (one.outputs, one.finished, [])
 
     check()
 
 
-@PLATFORMS
-def test_samples_alone_get_the_steps_of_a_decode_node(stepping: ModuleType, platform: Platform) -> None:
+def test_samples_alone_get_the_steps_of_a_decode_node(engines: Engines) -> None:
     @examples(60)
     @given(decode_traces())
     def check(trace: Trace) -> None:
         trace = replace(trace, blocks=PLENTY, budget=64)
-        one = stepping.play(FIXED, replace(trace, budget=0), platform, role=NodeRole.DECODE)
+        one = replace(engines, role=NodeRole.DECODE, scheduler=FIXED).play(replace(trace, budget=0))
         ops = tuple(replace(op, reads=True) if isinstance(op, Arrive) else op for op in trace.ops)
-        both = stepping.play(COLOCATED, replace(trace, ops=ops), platform, role=None)
+        both = engines.play(replace(trace, ops=ops))
         assert rows_of(both) == rows_of(one)
         assert [step.loads for step in both.steps] == [step.loads for step in one.steps]
         assert (both.outputs, both.finished, both.read) == (one.outputs, one.finished, one.read)
@@ -215,34 +227,28 @@ def sample(prompt: int, max_tokens: int, **others: Any) -> Arrive:
     return Arrive(prompt=prompt, max_tokens=max_tokens, reads=True, **others)
 
 
-@PLATFORMS
-def test_without_the_freedom_prompts_and_rows_take_turns(stepping: ModuleType, platform: Platform) -> None:
+def test_without_the_freedom_prompts_and_rows_take_turns(engines: Engines) -> None:
     ops = (sample(16, 30), Run(4), *(Arrive(prompt=40, freedoms=FREE),) * 6)
-    record = checked(stepping, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16), platform)
+    record = checked(engines, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16))
     kinds = [{record.requests[n].reads for n in step.rows} for step in record.steps]
     first, last = kinds.index({False}), len(kinds) - kinds[::-1].index({False})
     assert kinds[first:last:2].count({False}) == len(kinds[first:last:2]) > 10
     assert {True, False} not in kinds
 
 
-@PLATFORMS
-def test_prompts_that_take_turns_with_rows_get_whole_steps(stepping: ModuleType, platform: Platform) -> None:
+def test_prompts_that_take_turns_with_rows_get_whole_steps(engines: Engines) -> None:
     """Rows that are not in a step take nothing of it: four prompts of 11 tokens fill one of 40 + 4."""
     ops = (sample(16, 30), Run(4), *(Arrive(prompt=11, freedoms=PACKED),) * 4)
-    record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform)
+    record = checked(engines, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40))
     steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
     assert [sum(row.tokens for row in step.rows.values()) for step in steps] == [44]
 
 
-@PLATFORMS
-def test_with_it_rows_ride_in_every_step_and_prompts_get_all_that_they_leave(
-    stepping: ModuleType, platform: Platform
-) -> None:
+def test_with_it_rows_ride_in_every_step_and_prompts_get_all_that_they_leave(engines: Engines) -> None:
     """A step that is a few tokens short is padded to a full one. And reads begin beside prompts."""
     prompts = (Arrive(prompt=100, freedoms=MIXED),) * 3
     ops = (sample(16, 30), sample(16, 30), Run(4), *prompts, Run(1), sample(20, 3))
-    trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
-    record = checked(stepping, trace, platform)
+    record = checked(engines, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40))
     steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
     totals = [sum(row.tokens for row in step.rows.values()) for step in steps]
     assert set(totals[:6]) <= {43, 44}, "of 40 + 4; one token is kept for the sample whose KV may arrive"
@@ -252,15 +258,12 @@ def test_with_it_rows_ride_in_every_step_and_prompts_get_all_that_they_leave(
     assert record.steps[began] in steps[:3], "the read begins while prompts fill their part of each step"
 
 
-@PLATFORMS
-def test_a_sample_of_an_own_prompt_begins_in_the_step_that_copies_its_kv(
-    stepping: ModuleType, platform: Platform
-) -> None:
+def test_a_sample_of_an_own_prompt_begins_in_the_step_that_copies_its_kv(engines: Engines) -> None:
     """With a peer's prompt, it begins when the result of the step that read is there."""
-    later = 1 + platform.async_scheduling
+    later = 1 + engines.platform.async_scheduling
     for own, steps in ((True, 0), (False, later)):
         ops = (Run(2), sample(33, 3, own=own))
-        record = checked(stepping, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16), platform)
+        record = checked(engines, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16))
         assert record.read == [0]
         loaded, began = (next(at for at, step in enumerate(record.steps) if getattr(step, part)) for part in LOAD_ROW)
         assert began - loaded == steps
@@ -269,168 +272,109 @@ def test_a_sample_of_an_own_prompt_begins_in_the_step_that_copies_its_kv(
 LOAD_ROW = ("loads", "rows")
 
 
-@PLATFORMS
 @pytest.mark.parametrize("prompt", [1, 16, 17, 33, 100])
 @pytest.mark.parametrize("freedoms", [(), (*MIXED, "cached")], ids=["turns", "mixed"])
 def test_a_sample_that_comes_with_its_prompt_begins_in_the_step_after_it(
-    stepping: ModuleType, platform: Platform, prompt: int, freedoms: tuple[str, ...]
+    engines: Engines, prompt: int, freedoms: tuple[str, ...]
 ) -> None:
     """Before the result of the prompt's last step is there, and in vain waits nobody behind it. Later ones find blocks
     of the first in the prefix cache."""
     one = sample(prompt, 3, own=True, with_prompt=1, freedoms=freedoms)
     ops = (one, sample(40, 3), one, Run(3), one)
-    record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform)
-    at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(7)]
-    assert [at[n][0] for n in (0, 3, 5)] == [at[n + 1][-1] + 1 for n in (0, 3, 5)]
+    record = checked(engines, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40))
+    places = [at(record, n) for n in range(7)]
+    assert [places[n][0] for n in (0, 3, 5)] == [places[n + 1][-1] + 1 for n in (0, 3, 5)]
     assert sorted(record.read) == [0, 2, 3, 5]
 
 
-@PLATFORMS
 @pytest.mark.parametrize("prompt", [1, 16, 17, 33, 100])
-def test_a_sample_draws_in_its_prompts_last_step_if_all_allow_it(
-    stepping: ModuleType, platform: Platform, prompt: int
-) -> None:
+def test_a_sample_draws_in_its_prompts_last_step_if_all_allow_it(engines: Engines, prompt: int) -> None:
     """It computes the tokens behind the whole blocks itself, and copies nothing. So its first token comes a step
     earlier. A long prompt that is found in the cache may end sooner than was known when the step was planned."""
     one = sample(prompt, 3, own=True, with_prompt=1, freedoms=AT_ONCE)
-    record = checked(stepping, Trace(slots=4, chunk=16, blocks=60, ops=(one, Run(20), one), budget=40), platform)
-    at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(4)]
+    record = checked(engines, Trace(slots=4, chunk=16, blocks=60, ops=(one, Run(20), one), budget=40))
+    places = [at(record, n) for n in range(4)]
     late = prompt == 100
-    assert (at[0][0] - at[1][-1], at[2][0] - at[3][-1]) == (0, late)
-    assert record.steps[at[0][0]].rows[0].start == (prompt - 1) // 16 * 16
+    assert (places[0][0] - places[1][-1], places[2][0] - places[3][-1]) == (0, late)
+    assert record.steps[places[0][0]].rows[0].start == (prompt - 1) // 16 * 16
     assert sum(step.read_blocks for step in record.steps) == late
     assert [len(record.outputs[number]) for number in (0, 2)] == [3, 3]
     assert sorted(record.read) == [0, 2]
 
 
-@PLATFORMS
-def test_samples_beside_their_prompts_take_slots_and_tokens_that_are_free(
-    stepping: ModuleType, platform: Platform
-) -> None:
+def test_samples_beside_their_prompts_take_slots_and_tokens_that_are_free(engines: Engines) -> None:
     """Five pairs come at once for four slots: the last begins later, and no step is longer than it may be."""
     one = sample(30, 40, own=True, with_prompt=1, freedoms=AT_ONCE)
-    record = checked(stepping, Trace(slots=4, chunk=32, blocks=120, ops=(one,) * 5, budget=100), platform)
-    first = [next(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(0, 10, 2)]
-    ended = [max(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(1, 10, 2)]
+    record = checked(engines, Trace(slots=4, chunk=32, blocks=120, ops=(one,) * 5, budget=100))
+    first = [at(record, n)[0] for n in range(0, 10, 2)]
+    ended = [at(record, n)[-1] for n in range(1, 10, 2)]
     # The third prompt is found in the cache in the step that computes the first.
     assert [begun == end for begun, end in zip(first, ended, strict=True)] == [True, True, False, True, False]
     assert max(sum(row.tokens for row in step.rows.values()) for step in record.steps) <= 104
 
 
-@PLATFORMS
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("freedoms", [(), AT_ONCE], ids=["turns", "at once"])
 def test_samples_that_join_a_prompt_begin_with_it_or_in_the_step_that_is_made_next(
-    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
+    engines: Engines, steps: int, freedoms: tuple[str, ...]
 ) -> None:
     """They come whenever its KV is there or is being computed, and before its other readers have read."""
     one = sample(100, 3, own=True, with_prompt=2, group=1, freedoms=freedoms, transfer_steps=30)
     ops = (one, Run(steps) if steps else Join(0, 3), *(Join(0, 3),) * 3)
     trace = Trace(slots=8, chunk=32, blocks=80, ops=ops, budget=120)
-    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    engine = engines.engine(trace)
     made, add = list[int](), engine._add
     engine._add = lambda arrival: (made.append(len(engine.record.steps)), add(arrival))
     record = engine.play()
-    assert violations(record, trace, stepping) == set()
-    at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(len(made))]
-    last = at[2][-1]
+    assert violations(record, trace) == set()
+    places = [at(record, n) for n in range(len(made))]
+    last = places[2][-1]
     samples = [n for n in range(len(made)) if n != 2]
     assert len(samples) == 5 + (not steps)
-    is_beside = at[0][0] == last
-    assert [at[n][0] for n in samples] == [max(last + (not is_beside or made[n] > last), made[n]) for n in samples]
+    is_beside = places[0][0] == last
+    assert [places[n][0] for n in samples] == [max(last + (not is_beside or made[n] > last), made[n]) for n in samples]
     assert sorted(record.read) == samples
 
 
-@PLATFORMS
-def test_as_many_samples_begin_beside_their_prompt_as_slots_and_tokens_allow(
-    stepping: ModuleType, platform: Platform
-) -> None:
+def test_as_many_samples_begin_beside_their_prompt_as_slots_and_tokens_allow(engines: Engines) -> None:
     """Each takes 14 tokens of the step, which has room for 36 + 4 with those of the prompt, and one has to wait for a
     slot."""
     one = sample(30, 3, own=True, with_prompt=5, group=1, freedoms=AT_ONCE)
     for budget, slots, expected in ((120, 4, [0, 0, 0, 0]), (54, 4, [0, 0, 1, 1]), (120, 2, [0, 0])):
-        ops = (one,)
-        trace = Trace(slots=slots, chunk=32, blocks=120, ops=ops, budget=budget)
-        record = checked(stepping, trace, platform)
-        at = [[place for place, step in enumerate(record.steps) if n in step.rows] for n in range(len(record.requests))]
+        record = checked(engines, Trace(slots=slots, chunk=32, blocks=120, ops=(one,), budget=budget))
+        places = [at(record, n) for n in range(len(record.requests))]
         prompt = record.prompt_of[0]
-        assert [at[n][0] - at[prompt][-1] for n in range(slots)] == expected
+        assert [places[n][0] - places[prompt][-1] for n in range(slots)] == expected
         assert max(sum(row.tokens for row in step.rows.values()) for step in record.steps) <= budget + slots
 
 
-@PLATFORMS
 def test_samples_that_begin_beside_their_prompts_are_no_more_blocks_than_a_step_admits(
-    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows wait while a step admits samples. The first is admitted whatever its length."""
     for name in ("decode_node.scheduler", "colocated_node.scheduler"):
         monkeypatch.setattr(load(name), "ADMITTED_BLOCKS", 4, raising=False)
     one = sample(30, 9, own=True, with_prompt=5, group=1, freedoms=AT_ONCE)
-    record = checked(stepping, Trace(slots=8, chunk=32, blocks=120, ops=(one,), budget=120), platform)
-    began = [next(place for place, step in enumerate(record.steps) if n in step.rows) for n in range(5)]
+    record = checked(engines, Trace(slots=8, chunk=32, blocks=120, ops=(one,), budget=120))
+    began = [at(record, n)[0] for n in range(5)]
     assert max(began.count(place) for place in began) == 2
 
 
-@PLATFORMS
 @pytest.mark.parametrize(("prompt", "copied"), [(16, 1), (33, 0), (40, 1), (48, 1), (100, 1)])
-def test_a_sample_copies_only_the_last_block_of_its_own_prompt(
-    stepping: ModuleType, platform: Platform, prompt: int, copied: int
-) -> None:
+def test_a_sample_copies_only_the_last_block_of_its_own_prompt(engines: Engines, prompt: int, copied: int) -> None:
     """Blocks have 16 tokens. The others are read where they are: they are not copied, and are nobody's in addition."""
     one = sample(prompt, 3, own=True, with_prompt=1, freedoms=FREE)
     trace = Trace(slots=4, chunk=16, blocks=60, ops=(one,), budget=40)
-    record = checked(stepping, trace, platform)
+    record = checked(engines, trace)
     assert [sum(step.read_blocks for step in record.steps), record.read] == [copied, [0]]
     least = min(step.free for step in record.steps)
     assert trace.blocks - least <= -(-prompt // 16) + 2, "the last block twice, and one of the output"
-    without = stepping.engine(COLOCATED, trace, platform, role=None, caching=False).play()
+    without = engines.engine(trace, caching=False).play()
     assert sum(step.read_blocks for step in without.steps) == -(-prompt // 16), "vLLM shares no blocks then"
 
 
-@PLATFORMS
-@pytest.mark.parametrize("freedoms", [FREE, AT_ONCE], ids=["after", "at once"])
-@pytest.mark.parametrize("is_own", [True, False], ids=["own", "a peer's"])
-def test_samples_of_one_prompt_read_the_same_blocks_in_place(
-    stepping: ModuleType, platform: Platform, is_own: bool, freedoms: tuple[str, ...]
-) -> None:
-    """Though their prompt was computed twice, without the cache: the leases count these blocks once. The first may also
-    have read them from a peer. A third finds its prompt computed elsewhere, and reads only the last block."""
-    uncached = tuple(name for name in freedoms if name != "cached")
-    one = sample(100, 60, own=True, with_prompt=1, group=1, freedoms=uncached)
-    first, samples = (one, [0, 2, 4]) if is_own else (sample(100, 60, group=1), [0, 1, 3])
-    ops = (first, Run(12), one, Run(12), sample(100, 20, group=1))
-    engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform, role=None)
-    held: list[set[int]] = []
-    step = engine.step
-
-    def watched() -> None:
-        step()
-        tables = [engine.scheduler.kv_cache_manager.get_block_ids(str(number))[0][:6] for number in samples]
-        held.append({tuple(table) for table in tables if len(table) == 6})
-
-    engine.step = watched
-    record = engine.play()
-    assert (violations(record, engine._trace, stepping), max(map(len, held))) == (set(), 1)
-    assert sorted(record.read) == samples
-    last = next(step for step in record.steps if samples[-1] in step.loads)
-    assert last.read_blocks == len(last.loads)
-    assert engine.scheduler._in_place == {}
-
-
-@PLATFORMS
-@pytest.mark.parametrize("steps", range(4))
-@pytest.mark.parametrize("first", [{"transfer_steps": 6}, {"own": True}, None], ids=["a peer's", "own", "with another"])
-@pytest.mark.parametrize("freedoms", [(*MIXED, "scores"), FREE, AT_ONCE], ids=["at once", "after", "cached"])
-def test_no_sample_begins_while_another_one_gets_the_blocks_of_their_prompt_elsewhere(
-    stepping: ModuleType, platform: Platform, freedoms: tuple[str, ...], first: dict[str, Any] | None, steps: int
-) -> None:
-    """The leases count the blocks once. With a second copy, a sample that has a lease could be without room."""
-    one = sample(100, 30, own=True, with_prompt=1, group=1, freedoms=freedoms)
-    before = one if first is None else sample(100, 30, group=1, **first)
-    ops = (one, before) if not steps else (before, Run(steps), one)
-    if "cached" in freedoms:  # Only the first block is.
-        ops = (sample(17, 1, own=True, with_prompt=1, freedoms=freedoms), Run(8), *ops)
-    engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=104, blocks=60, ops=ops, budget=220), platform, role=None)
+def played_with_one_copy(engine: Any) -> Record:
+    """Play a trace in which all samples have the same six blocks of their prompt, and no rule may be broken."""
     held: list[set[tuple[int, ...]]] = []
     schedule = engine.scheduler.schedule
 
@@ -442,15 +386,50 @@ def test_no_sample_begins_while_another_one_gets_the_blocks_of_their_prompt_else
         return output
 
     engine.scheduler.schedule = watched
-    record = engine.play()
-    assert (violations(record, engine._trace, stepping), max(map(len, held))) == (set(), 1)
+    record: Record = engine.play()
+    assert (violations(record, engine._trace), max(map(len, held))) == (set(), 1)
+    return record
 
 
-@PLATFORMS
-def test_a_checked_prompt_is_told_how_many_samples_were_in_its_steps(stepping: ModuleType, platform: Platform) -> None:
+@pytest.mark.parametrize("freedoms", [FREE, AT_ONCE], ids=["after", "at once"])
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "a peer's"])
+def test_samples_of_one_prompt_read_the_same_blocks_in_place(
+    engines: Engines, is_own: bool, freedoms: tuple[str, ...]
+) -> None:
+    """Though their prompt was computed twice, without the cache: the leases count these blocks once. The first may also
+    have read them from a peer. A third finds its prompt computed elsewhere, and reads only the last block."""
+    uncached = tuple(name for name in freedoms if name != "cached")
+    one = sample(100, 60, own=True, with_prompt=1, group=1, freedoms=uncached)
+    first, samples = (one, [0, 2, 4]) if is_own else (sample(100, 60, group=1), [0, 1, 3])
+    ops = (first, Run(12), one, Run(12), sample(100, 20, group=1))
+    engine = engines.engine(Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40))
+    record = played_with_one_copy(engine)
+    assert sorted(record.read) == samples
+    last = next(step for step in record.steps if samples[-1] in step.loads)
+    assert last.read_blocks == len(last.loads)
+    assert engine.scheduler._in_place == {}
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("first", [{"transfer_steps": 6}, {"own": True}, None], ids=["a peer's", "own", "with another"])
+@pytest.mark.parametrize("freedoms", [(*MIXED, "scores"), FREE, AT_ONCE], ids=["at once", "after", "cached"])
+def test_no_sample_begins_while_another_one_gets_the_blocks_of_their_prompt_elsewhere(
+    engines: Engines, freedoms: tuple[str, ...], first: dict[str, Any] | None, steps: int
+) -> None:
+    """The leases count the blocks once. With a second copy, a sample that has a lease could be without room."""
+    one = sample(100, 30, own=True, with_prompt=1, group=1, freedoms=freedoms)
+    before = one if first is None else sample(100, 30, group=1, **first)
+    ops = (one, before) if not steps else (before, Run(steps), one)
+    if "cached" in freedoms:  # Only the first block is.
+        ops = (sample(17, 1, own=True, with_prompt=1, freedoms=freedoms), Run(8), *ops)
+    engine = engines.engine(Trace(slots=4, chunk=104, blocks=60, ops=ops, budget=220))
+    played_with_one_copy(engine)
+
+
+def test_a_checked_prompt_is_told_how_many_samples_were_in_its_steps(engines: Engines) -> None:
     """A difference that is found later names them."""
     ops = (sample(40, 60), sample(40, 60), Run(6), Arrive(prompt=100, freedoms=MIXED))
-    engine = stepping.engine(COLOCATED, Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40), platform, role=None)
+    engine = engines.engine(Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40))
     schedule = engine.scheduler.schedule
     told: list[list[int]] = []
 
@@ -465,41 +444,38 @@ def test_a_checked_prompt_is_told_how_many_samples_were_in_its_steps(stepping: M
     assert told == [[16, 1, 16, 2]] * 6 + [[4, 1, 4, 2]]
 
 
-@PLATFORMS
-def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(stepping: ModuleType, platform: Platform) -> None:
+def test_what_is_read_in_place_is_the_prompts_until_that_is_gone(engines: Engines) -> None:
     """Its other reader comes late, or never: then its lease ends. So prompts have no more than their part of all
     blocks, and each sample finds the room that it was promised."""
     one = sample(100, 30, own=True, with_prompt=1, freedoms=MIXED, transfer_steps=20)
-    record = checked(stepping, Trace(slots=4, chunk=16, blocks=64, ops=(one,) * 6, budget=40), platform)
+    record = checked(engines, Trace(slots=4, chunk=16, blocks=64, ops=(one,) * 6, budget=40))
     assert sorted(record.finished) == [*range(len(record.requests))]
     assert len(record.requests) == 6, "three pairs get leases"
 
 
-@PLATFORMS
-def test_blocks_that_several_prompts_begin_with_are_prompts_once(stepping: ModuleType, platform: Platform) -> None:
+def test_blocks_that_several_prompts_begin_with_are_prompts_once(engines: Engines) -> None:
     """Four samples read the same 15 blocks in place. Counted for each of them, prompts would seem to hold far less than
     they do, and take what is promised to samples: these wait until a reader of the prompts comes."""
     alike = sample(250, 60, own=True, with_prompt=1, freedoms=AT_ONCE, scope="a", common=240)
     held = [Arrive(prompt=150 + 16 * i, freedoms=MIXED, transfer_steps=400, common=1 + i) for i in range(5)]
     ops = (*((alike, Run(3)) * 4), *held, Run(70), sample(300, 210), sample(300, 210), Run(200))
     trace = Trace(slots=8, chunk=64, blocks=96, ops=ops, budget=200)
-    record, share = checked(stepping, trace, platform), prompts_share(stepping, trace)
+    record, share = checked(engines, trace), prompts_share(trace)
     assert max(step.prompt_blocks for step in record.steps) <= share
     last = len(record.requests) - 1
-    assert next(place for place, step in enumerate(record.steps) if last in step.rows) < 150
+    assert at(record, last)[0] < 150
 
 
-@PLATFORMS
 @pytest.mark.parametrize("kept", [False, True])
 def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_yet_to_come(
-    stepping: ModuleType, platform: Platform, kept: bool
+    engines: Engines, kept: bool
 ) -> None:
     """A step without anything in it would keep the prompt waiting. A pair comes first, then when all has ended, then
     beside another pair. kept: whether KV of a prompt that has finished before is here all the time."""
     one = sample(40, 3, own=True, with_prompt=1)
     before = (Arrive(prompt=20, transfer_steps=400), Run(10)) if kept else ()
     trace = Trace(slots=2, chunk=16, blocks=48, ops=(*before, one, Run(30), one, Run(1), one), budget=16)
-    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    engine = engines.engine(trace)
     add, asked = engine.scheduler.add_request, list[bool]()
 
     def watched(request: Any) -> None:
@@ -508,31 +484,27 @@ def test_no_step_is_asked_for_while_there_are_only_samples_whose_prompts_have_ye
 
     engine.scheduler.add_request = watched
     record = engine.play()
-    assert violations(record, trace, stepping) == set()
+    assert violations(record, trace) == set()
     assert asked == [*([True] if kept else []), False, True, False, True, True, True]
     engine.scheduler.connector.has_pending_push_work = lambda: True
     assert engine.scheduler.has_requests(), "vLLM has a reason of its own"
 
 
-@PLATFORMS
 def test_kv_is_kept_for_a_sample_that_came_with_it_however_long_that_waits_for_room(
-    stepping: ModuleType, scheduler: Any, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All other readers have read it, or its lease has ended, while another sample has the room."""
     ops = (sample(300, 50, own=True), Run(2), sample(40, 300, own=True, with_prompt=1), Run(7), Abort(0))
     trace = Trace(slots=2, chunk=16, blocks=40, ops=ops, budget=16)
-    record = stepping.play(COLOCATED, trace, platform, role=None)
-    assert violations(record, trace, stepping) == set()
+    record = engines.play(trace)
+    assert violations(record, trace) == set()
     assert record.finished[1] == "length"
     monkeypatch.setattr(scheduler, "_free_blocks", super(scheduler, scheduler)._free_blocks)
-    without = stepping.play(COLOCATED, trace, platform, role=None)
-    assert {"wrong output", "decodes from another KV than its prompt's"} & violations(without, trace, stepping)
+    without = engines.play(trace)
+    assert {"wrong output", "decodes from another KV than its prompt's"} & violations(without, trace)
 
 
-@PLATFORMS
-def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(
-    stepping: ModuleType, platform: Platform
-) -> None:
+def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(engines: Engines) -> None:
     for run, which in itertools.product(range(6), range(2)):
         ops = (
             sample(40, 5, own=True, with_prompt=1),
@@ -541,42 +513,39 @@ def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(
             sample(40, 5, own=True, with_prompt=1),
         )
         trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16)
-        engine = stepping.engine(COLOCATED, trace, platform, role=None)
+        engine = engines.engine(trace)
         record = engine.play()
-        assert violations(record, trace, stepping) == set()
+        assert violations(record, trace) == set()
         assert record.finished[2] == "length"
         assert engine.scheduler._with_prompt == {}
 
 
-@PLATFORMS
-def test_without_a_free_slot_own_kv_is_copied_early(stepping: ModuleType, platform: Platform) -> None:
+def test_without_a_free_slot_own_kv_is_copied_early(engines: Engines) -> None:
     """So that its prompt's blocks are free for the next prompt, as with a peer's. Who waits longest gets the slot."""
     ops = (sample(33, 9, own=True), Run(3), sample(33, 3, own=True), Run(2), sample(33, 3, own=True))
     trace = Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16)
-    record = stepping.play(COLOCATED, trace, platform, role=None)  # A table would give no lease to the last one.
-    assert violations(record, trace, stepping) == set()
-    began = [next(at for at, step in enumerate(record.steps) if n in step.rows) for n in range(3)]
+    record = engines.play(trace)  # A table would give no lease to the last one.
+    assert violations(record, trace) == set()
+    began = [at(record, n)[0] for n in range(3)]
     loaded = [next(at for at, step in enumerate(record.steps) if n in step.loads) for n in range(3)]
     assert began == sorted(began)
     assert began[0] == loaded[0]
     assert max(loaded[1:]) < began[1]
 
 
-@PLATFORMS
 @pytest.mark.parametrize("first", [{"own": True, "mask_s": 0.0003}, {}], ids=["constrained", "a peer's"])
-def test_who_has_to_wait_for_kv_keeps_a_slot(stepping: ModuleType, platform: Platform, first: dict[str, Any]) -> None:
+def test_who_has_to_wait_for_kv_keeps_a_slot(engines: Engines, first: dict[str, Any]) -> None:
     ops = (sample(40, 5, **first), sample(40, 24, own=True))
-    record = stepping.play(COLOCATED, Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16), platform, role=None)
-    began = [next(at for at, step in enumerate(record.steps) if n in step.rows) for n in range(2)]
+    record = engines.play(Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16))
+    began = [at(record, n)[0] for n in range(2)]
     assert began[0] < began[1]
 
 
-@PLATFORMS
 def test_slots_that_become_free_together_are_each_given_once(
-    stepping: ModuleType, scheduler: Any, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = Trace(slots=2, chunk=16, blocks=60, ops=(sample(33, 5, own=True),) * 6, budget=64)
-    record = checked(stepping, trace, platform)
+    record = checked(engines, trace)
     assert max(step.running for step in record.steps) == 2
     promote = scheduler._try_promote_blocked_waiting_request
 
@@ -587,12 +556,11 @@ def test_slots_that_become_free_together_are_each_given_once(
 
     monkeypatch.setattr(scheduler, "_try_promote_blocked_waiting_request", promoted)
     with pytest.raises(RuntimeError, match="a decode step holds one token for up to 2 requests"):
-        stepping.play(COLOCATED, trace, platform, role=None)
+        engines.play(trace)
 
 
-@PLATFORMS
 def test_the_work_of_a_step_does_not_grow_with_rows_times_waiting_samples(
-    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 256 rows and 44 samples that waited for a slot, a step once looked 45 times at each row: 1.1 ms."""
     module, looks = load("colocated_node.scheduler"), list[Any]()
@@ -601,7 +569,7 @@ def test_the_work_of_a_step_does_not_grow_with_rows_times_waiting_samples(
     counts = {}
     for waiting in (10, 40):
         trace = Trace(slots=8, chunk=16, blocks=800, ops=(sample(33, 90, own=True),) * (8 + waiting), budget=64)
-        engine = stepping.engine(COLOCATED, trace, platform, role=None)
+        engine = engines.engine(trace)
         for op in trace.ops:
             engine._arrive(op)
         for _ in range(20):
@@ -613,16 +581,13 @@ def test_the_work_of_a_step_does_not_grow_with_rows_times_waiting_samples(
     assert counts[40] - counts[10] <= 4 * 30
 
 
-@PLATFORMS
-def test_room_for_prompts_is_counted_only_while_one_waits(
-    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_for_prompts_is_counted_only_while_one_waits(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than all else that a step of rows needs of this scheduler, and samples may wait in every step."""
     cls = load("colocated_node.scheduler").ColocatedScheduler
     count, counted = cls.room, list[int]()
     monkeypatch.setattr(cls, "room", lambda self, started: counted.append(1) or count(self, started))
     trace = Trace(slots=4, chunk=16, blocks=14, ops=(sample(33, 90),) * 4, budget=64)
-    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    engine = engines.engine(trace)
     for op in trace.ops:
         engine._arrive(op)
     for _ in range(6):
@@ -634,12 +599,10 @@ def test_room_for_prompts_is_counted_only_while_one_waits(
     assert counted
 
 
-@PLATFORMS
 @pytest.mark.parametrize("prompt", [1, 17, 40])
-def test_a_sample_that_runs_renews_no_lease(stepping: ModuleType, platform: Platform, prompt: int) -> None:
+def test_a_sample_that_runs_renews_no_lease(engines: Engines, prompt: int) -> None:
     """It has a copy of its own. While it waits for a slot, it does."""
-    trace = Trace(slots=1, chunk=16, blocks=48, ops=(), budget=16)
-    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    engine = engines.engine(Trace(slots=1, chunk=16, blocks=48, ops=(), budget=16))
     nixl = engine.scheduler.connector.connector_scheduler
     engine._arrive(sample(prompt, 20, own=True))
     assert nixl._heartbeat_by_engine
@@ -649,17 +612,16 @@ def test_a_sample_that_runs_renews_no_lease(stepping: ModuleType, platform: Plat
     assert nixl._heartbeat_by_engine == {}
 
 
-@PLATFORMS
-def test_samples_of_an_own_prompt_share_what_the_first_copies(stepping: ModuleType, platform: Platform) -> None:
+def test_samples_of_an_own_prompt_share_what_the_first_copies(engines: Engines) -> None:
     """The others begin as soon as the first is known to have it, each with a copy of the block that decode writes to;
     of 97 tokens, that block needs none."""
     for prompt, copied in ((100, 7 + 7), (97, 7)):
         ops = (sample(prompt, 5, own=True, group=1),) * 8
-        record = checked(stepping, Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16), platform)
+        record = checked(engines, Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16))
         assert sum(step.read_blocks for step in record.steps) == copied
         assert sorted(record.read) == list(range(8))
-        began = [next(at for at, step in enumerate(record.steps) if n in step.rows) for n in range(8)]
-        assert {at - began[0] for at in began[1:]} == {1 + platform.async_scheduling}
+        began = [at(record, n)[0] for n in range(8)]
+        assert {at - began[0] for at in began[1:]} == {1 + engines.platform.async_scheduling}
 
 
 def test_if_nobody_waited_for_a_copy_each_would_make_its_own(
@@ -668,25 +630,23 @@ def test_if_nobody_waited_for_a_copy_each_would_make_its_own(
     """Negative control: the result of the step that copies is not there when the next one is chosen."""
     monkeypatch.setattr(scheduler, "being_read", super(scheduler, scheduler).being_read)
     ops = (sample(100, 5, own=True, group=1),) * 2
-    record = play(stepping, Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16), GPU)
+    record = play(on(stepping, GPU), Trace(slots=8, chunk=16, blocks=60, ops=ops, budget=16))
     assert sum(step.read_blocks for step in record.steps) == 7 + 7
 
 
-@PLATFORMS
-def test_a_copy_that_is_refused_ends_its_own_sample_only(stepping: ModuleType, platform: Platform) -> None:
+def test_a_copy_that_is_refused_ends_its_own_sample_only(engines: Engines) -> None:
     ops = (sample(40, 9, own=True), Run(3), sample(40, 9, own=True, fails=True), sample(40, 9, own=True), Run(20))
-    record = checked(stepping, Trace(slots=3, chunk=16, blocks=48, ops=ops, budget=16), platform)
+    record = checked(engines, Trace(slots=3, chunk=16, blocks=48, ops=ops, budget=16))
     assert record.finished == {0: "length", 1: "error", 2: "length"}
     assert sorted(record.read) == [0, 2]
 
 
-@PLATFORMS
-def test_what_is_leased_gets_room_whatever_prompts_hold(stepping: ModuleType, platform: Platform) -> None:
+def test_what_is_leased_gets_room_whatever_prompts_hold(engines: Engines) -> None:
     """Prompts that nobody reads for long fill their part; all samples with leases begin at once, and end."""
     held = (Arrive(prompt=64, freedoms=MIXED, transfer_steps=300),) * 9
     ops = (*held, Run(8), *(sample(40, 20),) * 9, Run(60), Run(1))
     trace = Trace(slots=8, chunk=64, blocks=48, ops=ops, budget=200)
-    record, share = checked(stepping, trace, platform), prompts_share(stepping, trace)
+    record, share = checked(engines, trace), prompts_share(trace)
     samples = {n for n, request in enumerate(record.requests) if request.reads}
     assert len(samples) == 6, "24 blocks of 4 each"
     ended = max(place for place, step in enumerate(record.steps) if samples & step.rows.keys())
@@ -700,8 +660,16 @@ def test_what_is_leased_gets_room_whatever_prompts_hold(stepping: ModuleType, pl
 Break = Callable[[pytest.MonkeyPatch, Any, Any], None]
 
 
-def mix_anyway(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(module, "freedoms", lambda request: MIXED)
+def patch(name: str, value: Any, *, of_module: bool = False) -> Break:
+    """Give the scheduler, or its module, something else by this name."""
+    return lambda monkeypatch, module, cls: monkeypatch.setattr(
+        module if of_module else cls, name, value, raising=False
+    )
+
+
+def fixed(value: bool) -> property:
+    """An attribute that stays what it is."""
+    return property(lambda self: value, lambda self, given: None)
 
 
 def show_all_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
@@ -710,15 +678,6 @@ def show_all_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> 
 
     monkeypatch.setattr(cls, "choose", choose)
     monkeypatch.setattr(cls, "check_prompts", lambda *_, **__: None)
-
-
-def take_rows_tokens(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    whole = property(lambda self: getattr(self, "_step_tokens", 1000), lambda *_: None)
-    monkeypatch.setattr(cls, "budget", whole, raising=False)
-
-
-def see_no_rows(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(cls, "has_rows", False)
 
 
 def check_no_slots(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
@@ -741,24 +700,6 @@ def take_any_slot(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> Non
     check_no_slots(monkeypatch, cls)
 
 
-def never_yield(name: str, value: bool) -> Break:
-    """The step before is always said to have been of the same kind."""
-
-    def broken(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-        monkeypatch.setattr(cls, name, property(lambda self: value, lambda self, given: None), raising=False)
-
-    return broken
-
-
-def take_all_blocks(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(cls, "room", lambda self, started: self.free_blocks([*self.running, *self.skipped_waiting]))
-
-
-def forget_what_prompts_hold(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    room = lambda self, started: self._prompt_blocks - sum(map(self.reserved_for, started))  # noqa: E731
-    monkeypatch.setattr(cls, "room", room)
-
-
 def begin_anyway(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
     """Any sample of an own prompt begins at once, with a free slot or without."""
     admissible = cls.admissible
@@ -771,10 +712,6 @@ def begin_anyway(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None
 
     monkeypatch.setattr(cls, "admissible", marked)
     check_no_slots(monkeypatch, cls)
-
-
-def trust_copies(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(module, "LACKS_KV", ())
 
 
 def tell_too_early(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
@@ -794,19 +731,6 @@ def tell_too_early(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> No
     monkeypatch.setattr(cls, "_tell_of_prompts", told)
 
 
-def outlive_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(cls, "finish_requests", lambda self, *args: super(cls, self).finish_requests(*args))
-
-
-def begin_with_nothing(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    """Samples of a peer's prompts begin at once, too, while their KV is on its way."""
-    monkeypatch.setattr(cls, "_is_own", lambda self, request: True)
-
-
-def let_all_be_found(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
-    monkeypatch.setattr(cls, "shared_tokens", lambda self, request: request.num_prompt_tokens)
-
-
 def read_any_prompt(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
     """Samples read in place what another prompt has computed."""
     in_place = cls.in_place
@@ -821,22 +745,46 @@ def read_any_prompt(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> N
 
 
 CONTROLS: dict[str, tuple[Break, str]] = {
-    "rows ride with any prompt": (mix_anyway, "a row beside a prompt that does not allow it"),
+    "rows ride with any prompt": (
+        patch("freedoms", lambda request: MIXED, of_module=True),
+        "a row beside a prompt that does not allow it",
+    ),
     "all prompts run": (show_all_prompts, "a prompt that must be alone shares its step"),
-    "prompts get the tokens of rows": (take_rows_tokens, "more tokens than a step may have"),
-    "prompts get all of a step beside rows": (see_no_rows, "samples wait for more of a prompt than its chunk"),
+    "prompts get the tokens of rows": (
+        patch("budget", property(lambda self: getattr(self, "_step_tokens", 1000), lambda *_: None)),
+        "more tokens than a step may have",
+    ),
+    "prompts get all of a step beside rows": (
+        patch("has_rows", False),
+        "samples wait for more of a prompt than its chunk",
+    ),
     "rows beyond the slots": (take_any_slot, "more rows than slots"),
-    "prompts never yield": (never_yield("_had_prompts", False), "a sample waits for its next row"),
-    "samples never yield": (never_yield("_had_prompts", True), "an unfinished prompt waits for samples"),
-    "prompts take all blocks": (take_all_blocks, "prompts use the samples' blocks"),
-    "what prompts hold is forgotten": (forget_what_prompts_hold, "prompts use the samples' blocks"),
+    "prompts never yield": (patch("_had_prompts", fixed(False)), "a sample waits for its next row"),
+    "samples never yield": (patch("_had_prompts", fixed(True)), "an unfinished prompt waits for samples"),
+    "prompts take all blocks": (
+        patch("room", lambda self, _: self.free_blocks([*self.running, *self.skipped_waiting])),
+        "prompts use the samples' blocks",
+    ),
+    "what prompts hold is forgotten": (
+        patch("room", lambda self, started: self._prompt_blocks - sum(map(self.reserved_for, started))),
+        "prompts use the samples' blocks",
+    ),
     "copies begin beyond the slots": (begin_anyway, "more rows than slots"),
-    "refused copies are told as done": (trust_copies, "a failed read is told as done"),
+    "refused copies are told as done": (patch("LACKS_KV", (), of_module=True), "a failed read is told as done"),
     "rows begin before their prompts end": (tell_too_early, "decodes from another KV than its prompt's"),
-    "samples outlive their prompts": (outlive_prompts, "left over"),
-    "rows begin before their KV is there": (begin_with_nothing, "decodes from another KV than its prompt's"),
+    "samples outlive their prompts": (
+        patch("finish_requests", lambda self, *args: super(type(self), self).finish_requests(*args)),
+        "left over",
+    ),
+    "rows begin before their KV is there": (
+        patch("_is_own", lambda self, request: True),
+        "decodes from another KV than its prompt's",
+    ),
     "another prompt is read in place": (read_any_prompt, "decodes from another KV than its prompt's"),
-    "what decode writes is found": (let_all_be_found, "decodes from another KV than its prompt's"),
+    "what decode writes is found": (
+        patch("shared_tokens", lambda self, request: request.num_prompt_tokens),
+        "decodes from another KV than its prompt's",
+    ),
 }
 
 
@@ -853,7 +801,7 @@ def test_a_scheduler_that_breaks_a_rule_is_found(
     def watch(trace: Trace) -> None:
         if expected not in found:
             with suppress(RuntimeError):
-                found.update(violations(play(stepping, trace, GPU), trace, stepping))
+                found.update(violations(play(on(stepping, GPU), trace), trace))
 
     watch()
     assert expected in found
@@ -865,7 +813,7 @@ def test_a_sample_that_would_be_preempted_is_refused(
     monkeypatch.setattr(scheduler, "admissible", lambda self: [*self.unread()])
     ops = (sample(32, 24),) * 4
     with pytest.raises(RuntimeError, match="would be preempted"):
-        stepping.play(COLOCATED, Trace(slots=4, chunk=8, blocks=10, ops=ops, budget=8), CPU, role=None)
+        on(stepping, CPU).play(Trace(slots=4, chunk=8, blocks=10, ops=ops, budget=8))
 
 
 def with_rows(showing: Any) -> Any:
@@ -886,7 +834,7 @@ def test_rows_beside_prompts_that_may_not_have_them_are_refused(
 ) -> None:
     """Other prompts, or other chunks, are refused as on a prefill node (`check_prompts`)."""
     ops = (sample(16, 30), Run(3), Arrive(prompt=40), Arrive(prompt=40))
-    engine = stepping.engine(COLOCATED, Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40), CPU, role=None)
+    engine = on(stepping, CPU).engine(Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40))
     monkeypatch.setattr(scheduler, "_showing_only", with_rows(scheduler._showing_only))
     with pytest.raises(RuntimeError, match=r"holds rows of \['0'\]"):
         engine.play()
@@ -898,19 +846,16 @@ def test_rows_beside_prompts_that_may_not_have_them_are_refused(
 def test_other_prompts_than_chosen_are_refused(
     stepping: ModuleType, monkeypatch: pytest.MonkeyPatch, prompt: Arrive
 ) -> None:
-    engine = stepping.engine(COLOCATED, Trace(2, 16, 48, (prompt, prompt), budget=40), CPU, role=None)
+    engine = on(stepping, CPU).engine(Trace(2, 16, 48, (prompt, prompt), budget=40))
     shows = engine.scheduler.showing_waiting
     monkeypatch.setattr(engine.scheduler, "showing_waiting", lambda shown: shows([*engine.scheduler.waiting]))
     with pytest.raises(RuntimeError, match=r"the prefill step of \['0'\] holds"):
         engine.play()
 
 
-@PLATFORMS
 @pytest.mark.parametrize("steps", range(7))
 @pytest.mark.parametrize("freedoms", [(), MIXED], ids=["turns", "mixed"])
-def test_an_abort_of_either_frees_at_every_stage(
-    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
-) -> None:
+def test_an_abort_of_either_frees_at_every_stage(engines: Engines, steps: int, freedoms: tuple[str, ...]) -> None:
     ops = (
         sample(33, 9, transfer_steps=3, group=1),
         Arrive(prompt=40, transfer_steps=3, freedoms=freedoms),
@@ -920,4 +865,4 @@ def test_an_abort_of_either_frees_at_every_stage(
         Abort(0),
         Abort(1),
     )
-    checked(stepping, Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16), platform)
+    checked(engines, Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16))

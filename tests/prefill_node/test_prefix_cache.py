@@ -29,7 +29,6 @@ from tests.traces import (
     BLOCK_SIZE,
     CPU,
     ENDLESS,
-    PLATFORMS,
     Abort,
     Arrive,
     Platform,
@@ -165,6 +164,11 @@ def make(stepping: ModuleType, platform: Platform = CPU, *, chunk: int = 32, blo
     return Node(stepping.engine(OURS, trace, platform, role=NodeRole.PREFILL), chunk, stepping.tokens_of, stepping.REF)
 
 
+@pytest.fixture
+def node(stepping: ModuleType, platform: Platform) -> Node:
+    return make(stepping, platform)
+
+
 def asks(
     prompt: int, *, common: int = ENDLESS, freedoms: tuple[str, ...] = CACHED, scope: str = "a", **more: Any
 ) -> Arrive:
@@ -206,7 +210,6 @@ BROKEN = {
 }
 
 
-@PLATFORMS
 @pytest.mark.parametrize(("method", "broken", "finding"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_cache_is_noticed(
     stepping: ModuleType, platform: Platform, method: str, broken: Any, finding: str
@@ -227,34 +230,27 @@ def test_a_hit_within_a_chunk_is_refused_before_its_step_runs(stepping: ModuleTy
             node.play(asks(50), SETTLE, asks(66), SETTLE)
 
 
-@PLATFORMS
-def test_a_cache_of_another_prefix_is_noticed(stepping: ModuleType, platform: Platform) -> None:
+def test_a_cache_of_another_prefix_is_noticed(node: Node) -> None:
     """Negative control: the hash of a block does not look at its tokens."""
-    node = make(stepping, platform)
     node.engine._hasher = lambda request: [bytes([i]) * 32 for i in range(request.num_tokens // BLOCK_SIZE)]
     node.play(asks(64), SETTLE, asks(64, common=1), SETTLE)
     assert "prompt 1: its KV is not what it computes alone" in node.wrong
     assert "prompt 1: block 0 of 4 is not this prompt's (2 are not)" in node.wrong, "a reader would refuse it, too"
 
 
-@PLATFORMS
 @pytest.mark.parametrize("length", [31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97])
 @pytest.mark.parametrize(
     ("freedoms", "unit"), [(CACHED, 32), (ANYWHERE, 16), ((), 10**6)], ids=["chunks", "blocks", "none"]
 )
 @pytest.mark.parametrize("before", [95, 96, 97])
-def test_hits_at_every_edge(
-    stepping: ModuleType, platform: Platform, length: int, freedoms: tuple[str, ...], unit: int, before: int
-) -> None:
+def test_hits_at_every_edge(node: Node, length: int, freedoms: tuple[str, ...], unit: int, before: int) -> None:
     """After a prompt that begins with the same tokens. The last token is always computed."""
-    node = make(stepping, platform)
     node.play(asks(before, freedoms=freedoms), SETTLE, asks(length, freedoms=freedoms), SETTLE)
     assert node.wrong == []
     whole = min(before // BLOCK_SIZE * BLOCK_SIZE, length - 1)
     assert node.ended[1].num_cached * BLOCK_SIZE == whole // unit * unit
 
 
-@PLATFORMS
 @pytest.mark.parametrize("chunk", [8, 16, 24, 40, 64])
 def test_whole_chunks_that_are_no_whole_blocks(stepping: ModuleType, platform: Platform, chunk: int) -> None:
     node = make(stepping, platform, chunk=chunk)
@@ -288,7 +284,6 @@ def test_a_hit_above_the_last_token_is_cut(stepping: ModuleType) -> None:
                 node.play(asks(64), SETTLE)
 
 
-@PLATFORMS
 @pytest.mark.parametrize("capped", [True, False])
 def test_what_a_longer_output_would_leave_is_not_found_either(
     stepping: ModuleType, platform: Platform, capped: bool
@@ -303,22 +298,18 @@ def test_what_a_longer_output_would_leave_is_not_found_either(
     assert len(manager.block_pool.cached_block_hash_to_block) == (0 if capped else 2)
 
 
-@PLATFORMS
 @pytest.mark.parametrize(("scope", "salted"), [("a", True), ("b", True), ("b", False), ("", True)])
 def test_clients_have_caches_of_their_own(
-    stepping: ModuleType, platform: Platform, scope: str, salted: bool, monkeypatch: pytest.MonkeyPatch
+    stepping: ModuleType, node: Node, scope: str, salted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: without the salt a client learns from the time what another one has asked."""
     if not salted:
         monkeypatch.setattr(stepping, "salt", lambda scope, freedoms: "one salt")
-    node = make(stepping, platform)
     node.play(asks(100, scope="a"), SETTLE, asks(100, scope=scope), SETTLE)
     assert (node.ended[1].num_cached > 0) == (scope == "a" or not salted)
 
 
-@PLATFORMS
-def test_a_prompt_that_may_not_read_leaves_nothing(stepping: ModuleType, platform: Platform) -> None:
-    node = make(stepping, platform)
+def test_a_prompt_that_may_not_read_leaves_nothing(node: Node) -> None:
     node.play(asks(100, freedoms=()), SETTLE)
     assert len(node.manager.block_pool.cached_block_hash_to_block) == 0
     node.play(asks(100), SETTLE, asks(100, freedoms=()), SETTLE)
@@ -326,7 +317,6 @@ def test_a_prompt_that_may_not_read_leaves_nothing(stepping: ModuleType, platfor
     assert node.wrong == []
 
 
-@PLATFORMS
 def test_held_kv_is_never_evicted_and_released_kv_is_found_until_it_is(
     stepping: ModuleType, platform: Platform
 ) -> None:
@@ -344,7 +334,6 @@ def test_held_kv_is_never_evicted_and_released_kv_is_found_until_it_is(
     assert node.wrong == []
 
 
-@PLATFORMS
 @pytest.mark.parametrize("by_content", [False, True])
 def test_a_block_that_comes_back_to_the_same_tokens_is_another(
     stepping: ModuleType, platform: Platform, by_content: bool
@@ -381,7 +370,6 @@ def test_a_node_that_was_killed_has_other_stamps_in_its_next_life(stepping: Modu
     assert not refusal(claim, table.rows[1:5])
 
 
-@PLATFORMS
 def test_an_aborted_prompt_leaves_what_it_computed(stepping: ModuleType, platform: Platform) -> None:
     """Its chunks are in flight or done, and a later prompt that takes them reads its stamps."""
     for steps in range(1, 7):
@@ -391,7 +379,6 @@ def test_an_aborted_prompt_leaves_what_it_computed(stepping: ModuleType, platfor
         assert node.ended[1].num_cached == min(2 * steps, 6)
 
 
-@PLATFORMS
 def test_turns_of_a_conversation_take_all_whole_chunks_of_those_before(
     stepping: ModuleType, platform: Platform
 ) -> None:

@@ -17,7 +17,6 @@ from tests.loading import load
 from tests.traces import (
     ANY_PLATFORM,
     CPU,
-    PLATFORMS,
     Abort,
     Arrive,
     Platform,
@@ -239,7 +238,6 @@ def test_no_trace_packs_a_context_where_that_must_not_be(stepping: ModuleType, m
     assert set(shared) == {False, True}
 
 
-@PLATFORMS
 def test_a_step_has_as_many_prompts_as_there_is_kv_for(stepping: ModuleType, platform: Platform) -> None:
     """Five blocks are two prompts of two blocks each. The one that would still fit does not pass the third."""
     ops = (*(Arrive(prompt=20, freedoms=FREE, transfer_steps=5),) * 3, Arrive(prompt=3, freedoms=FREE))
@@ -248,7 +246,6 @@ def test_a_step_has_as_many_prompts_as_there_is_kv_for(stepping: ModuleType, pla
     assert not record.left_over
 
 
-@PLATFORMS
 def test_a_prompt_alone_is_not_starved_by_prompts_that_keep_coming(stepping: ModuleType, platform: Platform) -> None:
     several = (Arrive(prompt=40, freedoms=FREE),) * 3
     ops = (*several, Arrive(prompt=20), *several, Run(1), *several, Run(1), *several)
@@ -287,7 +284,6 @@ def test_a_context_beside_others_is_refused_where_it_must_not_be(
         engine.play()
 
 
-@PLATFORMS
 def test_prompts_say_when_their_computation_began(stepping: ModuleType, platform: Platform) -> None:
     """Prompts of one step began together, and later ones later; vLLM's answer to each carries it."""
     began = load("corun.node.kv.handle").BEGAN_PARAM
@@ -316,7 +312,6 @@ class Turn:
         self.is_held = busy
 
 
-@PLATFORMS
 @pytest.mark.parametrize("aborted", [False, True])
 @pytest.mark.parametrize("freedoms", [(), FREE], ids=["alone", "packed"])
 def test_the_gpu_is_held_while_prompts_are_computed(
@@ -349,7 +344,6 @@ def test_the_gpu_is_given_back_when_the_last_prompt_is_aborted(stepping: ModuleT
     assert not turn.is_held
 
 
-@PLATFORMS
 def test_a_prompt_waits_for_the_kv_that_others_hold(stepping: ModuleType, platform: Platform) -> None:
     """Five blocks: the second prompt starts once the first one's KV was read; the third, which fits, does not pass."""
     held = Arrive(prompt=50, transfer_steps=12)
@@ -362,7 +356,6 @@ def test_a_prompt_waits_for_the_kv_that_others_hold(stepping: ModuleType, platfo
     assert not record.left_over
 
 
-@PLATFORMS
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("freedoms", [(), FREE], ids=["alone", "packed"])
 def test_an_abort_frees_at_every_stage(
