@@ -15,7 +15,8 @@ from corun.config.cluster_file import PoolSpec, toml
 from corun.errors import UnavailableError
 from corun.models import checked
 
-START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 120.0
+START_TIMEOUT_S, STOP_TIMEOUT_S = 1800.0, 120.0
+"""The longest start, as on Kubernetes: a machine that other work keeps busy takes ten times as long as a quiet one."""
 _UP = (sys.executable, "-m", "corun", "up")
 _READY = "ready: "
 _PREFILL: dict[str, Any] = {"chunk_size": 256, "packed_prefill": False, "free_chunks": False}
@@ -65,7 +66,13 @@ def own_cluster(model: str, replicas: Mapping[str, int], say: Callable[[str], No
 def _wait_until_ready(up: subprocess.Popen[str], say: Callable[[str], None]) -> str:
     """Return the router's address, which `corun up` prints when its cluster can be used."""
     assert up.stdout is not None
-    watchdog = threading.Timer(START_TIMEOUT_S, up.terminate)
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        up.terminate()
+
+    watchdog = threading.Timer(START_TIMEOUT_S, end)
     watchdog.start()
     try:
         for line in up.stdout:
@@ -74,4 +81,9 @@ def _wait_until_ready(up: subprocess.Popen[str], say: Callable[[str], None]) -> 
                 return line.removeprefix(_READY).partition(",")[0]
     finally:
         watchdog.cancel()
-    raise UnavailableError(f"the cluster did not start (exit code {up.wait(STOP_TIMEOUT_S)})")
+    code = up.wait(STOP_TIMEOUT_S)
+    if is_late.is_set():
+        raise UnavailableError(
+            f"the cluster was not ready after {START_TIMEOUT_S:g} s: this machine is slow or busy (corun up waits more)"
+        )
+    raise UnavailableError(f"the cluster did not start (exit code {code})")

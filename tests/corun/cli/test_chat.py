@@ -200,6 +200,17 @@ def test_a_cluster_that_does_not_start_is_an_error(tmp_path: Path) -> None:
         pytest.fail("it has started")
 
 
+def test_a_cluster_that_is_too_slow_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code of a process that was told to end says nothing to a user whose machine is slow."""
+    monkeypatch.setattr(own_cluster, "_UP", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(own_cluster, "START_TIMEOUT_S", 0.1)
+    with (
+        pytest.raises(UnavailableError, match=r"not ready after 0\.1 s.*corun up"),
+        own_cluster.own_cluster("tiny", {}, print),
+    ):
+        pytest.fail("it has started")
+
+
 @pytest.mark.parametrize("replicas", [{"colocated": 1}, {"prefill": 1, "decode": 2}])
 def test_a_cluster_of_its_own_is_one_that_can_be_started(
     replicas: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
