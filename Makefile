@@ -63,6 +63,7 @@ $(STAMP): | $(LOCK) $(TOOL)
 	@echo "==> the model that make demo and make chat talk with (93 MB the first time)"
 	@$(PY) -m corun model --name smollm2 || { [ $$? = 4 ] && echo "make setup: went on without smollm2" >&2; }
 	@touch $@
+	@echo "==> the environment is ready; to use it: . $(VENV)/bin/activate"
 
 demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen chats, kill a node, verify every bit, stop
 	@$(PY) examples/demo.py $(ARGS)
