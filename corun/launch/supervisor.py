@@ -23,6 +23,8 @@ from corun.observe import stages
 
 USAGE_ERROR = 2
 """The exit code of a process whose configuration is wrong: another start would end the same way."""
+KILLED = 128 + signal.SIGKILL
+"""The exit code of a guard whose process was killed."""
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 """The delay after the first quick death, which doubles with each further one, and the longest delay."""
 SETTLED_S = 60.0
@@ -54,7 +56,7 @@ class ProcessStatus:
     deaths: int = 0
     """The number of deaths since the supervisor started."""
     detail: str = ""
-    """How the process last died, with the last lines of its log; empty if it never died."""
+    """How the process last died, with the last lines of its log unless it was killed; empty if it never died."""
     doing: str = ""
     """The stage of its start that the process reports; empty: it reports none."""
 
@@ -138,16 +140,19 @@ class Supervisor:
                 break
             lived_s = time.monotonic() - started
             quick_deaths = quick_deaths + 1 if lived_s < SETTLED_S else 1
-            cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
+            killer = signal.SIGKILL if code == KILLED else max(0, -code)
+            cause = f"killed by signal {killer:d}" if killer else f"exit code {code}"
             if self._is_killed:
                 quick_deaths, cause = 0, "killed on request"
+            # Whoever is killed cannot write why.
+            said = "" if killer == signal.SIGKILL else _tail(self._log, self._log_start)
             is_hopeless = code == USAGE_ERROR or quick_deaths >= MAX_QUICK_DEATHS
             self._status = replace(
                 self._status,
                 state=ProcessState.FAILED if is_hopeless else ProcessState.WAITING,
                 pid=0,
                 deaths=self._status.deaths + 1,
-                detail=f"{cause} after {lived_s:.0f} s\n{_tail(self._log, self._log_start)}".rstrip(),
+                detail=f"{cause} after {lived_s:.0f} s\n{said}".rstrip(),
             )
             if is_hopeless:
                 return

@@ -120,7 +120,7 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
 
     wait_for(lambda: descendants(prefill_guard), "the prefill node runs")
     os.kill(next(iter(descendants(prefill_guard))), signal.SIGKILL)
-    cluster.wait_for(r"prefill-0: waiting: exit code 137 after")
+    cluster.wait_for(r"prefill-0: waiting: killed by signal 9 after")
     cluster.wait_for(r"prefill-0: process \d+, start 2$")
 
     tree = descendants(cluster.process.pid)
