@@ -156,6 +156,19 @@ def test_memory_for_kv_is_what_this_process_leaves_of_its_share(
     assert asked == ["reset_peak_memory_stats", "profile_run", "empty_cache"]
 
 
+@pytest.mark.parametrize("longest", [8, 4096])
+def test_a_cpu_warms_up_with_a_short_step(worker: Any, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU is told its room for KV and compiles nothing: a step of 4096 tokens shows nothing, and takes long."""
+    seen: list[int] = []
+    monkeypatch.setattr(
+        worker.PlatformWorker, "determine_available_memory", lambda self: seen.append(self.model_runner.max_num_tokens)
+    )
+    node = object.__new__(worker.NodeWorker)
+    node.model_runner = SimpleNamespace(max_num_tokens=longest)
+    node.determine_available_memory()
+    assert (seen, node.model_runner.max_num_tokens) == ([min(longest, worker.CPU_WARM_UP_TOKENS)], longest)
+
+
 def test_runners_of_one_class_name_are_told_apart(worker: Any) -> None:
     for module, generation in (("gpu.", "v2"), ("gpu_", "v1"), ("cpu.", "v2"), ("cpu_", "v1")):
         runner = type("GPUModelRunner", (), {"__module__": f"vllm.v1.worker.{module}model_runner"})()

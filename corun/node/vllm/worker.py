@@ -55,6 +55,8 @@ in Python: the sizes of the data caches, in bytes; 0: not known."""
 BESIDE_TORCH_BYTES = 2**30
 """The part of an engine's share of a GPU that is left to what torch does not allocate: CUDA, NCCL and NIXL themselves,
 and the graphs' own data. On H200 it was 0.9 to 1.3 GiB, with the pool of graphs of up to 2048 tokens."""
+CPU_WARM_UP_TOKENS = 16
+"""The tokens of the step that warms a CPU's engine up."""
 HASH_THREADS = 16
 PART_BYTES = 16 * 1024 * 1024
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
@@ -103,7 +105,12 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         """
         stages.enter("compiling, and measuring memory for KV")
         if current_platform.is_cpu():
-            return super().determine_available_memory()
+            # Room for KV is given and nothing is compiled, so the step that vLLM runs here may be short.
+            runner, longest = self.model_runner, self.model_runner.max_num_tokens
+            runner.max_num_tokens = min(longest, CPU_WARM_UP_TOKENS)
+            room = super().determine_available_memory()
+            runner.max_num_tokens = longest
+            return room
         torch.cuda.reset_peak_memory_stats(self.device)
         loaded = torch.cuda.memory_allocated(self.device)
         with torch.inference_mode():
