@@ -125,7 +125,8 @@ def _built(source: Path, target: Path, *, zone: str, mask: int) -> list[Path]:
 
 def _unpacked(archive: Path, target: Path) -> Path:
     with tarfile.open(archive) as file:
-        file.extractall(target, filter="data")
+        # Pythons before 3.10.12 and 3.11.4, such as Debian 12's, have no filters. The archive is our own.
+        file.extractall(target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return target
 
 
