@@ -7,7 +7,7 @@ Must not know: how steps are run and compared (prefill_node/certify.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 BLOCK_EDGES = (1, 15, 16, 17)
@@ -17,6 +17,7 @@ all, as on a CPU, the first comparison finds it."""
 CUTS = (1, 16, 333, 1000)
 ACCOMPANIED = 2
 """The most steps of a prompt, its last ones, that hold others, too."""
+PLACES = ("first", "middle", "last")
 MAX_PIECES = 16
 """The most pieces of one size that a prompt is cut into, at its end; what comes before them is cut as the contract
 says."""
@@ -84,19 +85,43 @@ def packed(limits: Limits) -> Iterator[Scene]:
 
     First come all short prompts together, and the longest one beside as many tokens as fit: mostly one of the two shows
     at once if other rows matter. Then come steps at both sides of the edges of graphs, and every prompt first, in the
-    middle and last in its steps, beside whole prompts and beside prompts with context in turn.
+    middle and last in its steps, beside whole prompts and beside prompts with context in turn. Long steps take most of
+    the time, so prompts share them: one of them is the first, one in the middle, and one the last.
     """
     lengths = probe_lengths(limits)
     yield from _together(lengths, limits)
-    yield from (scene for scene in [_beside(limits.longest, "last", limits.budget, 0, limits)] if scene.others)
+    yield from (scene for scene in [_beside({"last": limits.longest}, limits.budget, 0, limits)] if scene.others)
     yield from _edges(lengths, limits)
     totals = itertools.cycle((limits.budget, limits.chunk // 4, limits.budget - 1, limits.chunk // 4 - 1, limits.chunk))
     contexts = itertools.cycle((0, 1, 2))
-    for length in lengths:
-        for place in ("first", "middle", "last"):
-            scene = _beside(length, place, next(totals), next(contexts), limits)
-            if scene.others:
-                yield scene
+    for placed in _placed(lengths, limits):
+        scene = _beside(placed, next(totals), next(contexts), limits)
+        if scene.others:
+            yield scene
+
+
+def _placed(lengths: Sequence[int], limits: Limits) -> Iterator[dict[str, int]]:
+    """Yield which prompts share a scene, by place: each one comes once at every place.
+
+    A prompt of one chunk shares no scene with a longer one, whose last chunk may be shorter than itself.
+    """
+    of_one_chunk = [length for length in lengths if length <= limits.chunk]
+    longer = [length for length in lengths if length > limits.chunk]
+    longer.sort(key=lambda length: chunks(length, limits.chunk)[-1])
+    for some, apart in ((of_one_chunk, 2), (longer, 1)):
+        around = [0] * (2 * apart)
+        padded = [*around, *some, *around]
+        for number in range(len(some) + 2 * apart):
+            of_each = zip(PLACES, padded[number::apart][:3], strict=True)
+            placed = {place: length for place, length in of_each if length}
+            behind = placed.get("last") or placed.get("middle", 0)  # Something as long comes behind the middle.
+            least = (placed.get("first", 0), placed.get("middle", 0), behind)
+            tokens = sum(min(length, limits.chunk) for length in least)
+            has_room = tokens < limits.budget and len(placed) < limits.sequences
+            if placed and has_room and (limits.packs_contexts or some is of_one_chunk):
+                yield placed
+            else:
+                yield from ({place: length} for place, length in placed.items())
 
 
 def _together(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
@@ -128,48 +153,62 @@ def _fitting(lengths: Sequence[int], room: int, limits: Limits) -> Iterator[int]
         yield length
 
 
-def _beside(length: int, place: str, total: int, contexts: int, limits: Limits) -> Scene:
-    """Return a scene in which one prompt has company in its last steps, at most `ACCOMPANIED`.
+def _beside(placed: Mapping[str, int], total: int, contexts: int, limits: Limits) -> Scene:
+    """Return a scene in which prompts have company in their last steps, at most `ACCOMPANIED`; they end together.
 
     A runner may order a step by the number of tokens (vllm/v1/worker/gpu/model_runner.py: `sort_batch_req_ids`), so a
     prompt comes first beside longer ones and last beside shorter ones, here and there.
+    placed: the prompts' lengths by place, in the order of `PLACES`.
     contexts: how many of the others have computed a part of themselves in an earlier step.
     """
     others: list[int] = []
-    before: list[tuple[Piece, ...]] = []
+    heads: list[Piece] = []
     steps: list[tuple[Piece, ...]] = []
-    cuts = chunks(length, limits.chunk)
-    for left, count in zip(range(len(cuts), 0, -1), cuts, strict=True):
-        accompanied = left <= ACCOMPANIED and (limits.packs_contexts or left == len(cuts))
+    cuts = [chunks(length, limits.chunk) for length in placed.values()]
+    longest = max(map(len, cuts))
+    for left in range(longest, 0, -1):
+        probes = enumerate(zip(placed, cuts, strict=True))
+        own = {place: Piece(at, cut[-left]) for at, (place, cut) in probes if left <= len(cut)}
+        counts = {place: piece.count for place, piece in own.items()}
+        count = sum(counts.values())
+        accompanied = left <= ACCOMPANIED and (limits.packs_contexts or left == longest)
         room = min(max(total, 2 * count), limits.budget) - count if accompanied else 0
-        smaller, larger = _company(count, place, room, len(others), limits)
-        pieces: list[Piece] = []
-        for size in (*smaller, *larger):
-            begins = limits.packs_contexts and len(others) < contexts
-            head = min(max(limits.chunk // 4, 1), limits.longest - size) if begins else 0
-            others.append(head + size)
-            pieces.append(Piece(len(others), size))
-            if head:
-                before.append((Piece(len(others), head),))
-        pieces.insert(len(smaller), Piece(0, count))
-        steps.append(tuple(pieces))
+        company: list[list[Piece]] = []
+        for sizes in _company(counts, room, limits.sequences - len(placed) - len(others), limits):
+            company.append([])
+            for size in sizes:
+                begins = limits.packs_contexts and len(others) < contexts
+                head = min(max(limits.chunk // 4, 1), limits.longest - size) if begins else 0
+                others.append(head + size)
+                number = len(placed) + len(others) - 1
+                company[-1].append(Piece(number, size))
+                heads += [Piece(number, head)] if head else []
+        before, after = company
+        first, middle, last = ([own[place]] if place in own else [] for place in PLACES)
+        steps.append((*first, *before, *middle, *after, *last))
     sums = ", ".join(str(sum(piece.count for piece in step)) for step in steps)
-    name = f"{place} of {len(others) + 1} prompts in steps of {sums}, {len(before)} of them with context"
-    return Scene(name, (length,), tuple(others), (*before, *steps))
+    places = ", ".join(f"{length} {place}" for place, length in placed.items())
+    name = f"{places} of {len(others) + len(placed)} prompts in steps of {sums}, {len(heads)} of them with context"
+    return Scene(name, tuple(placed.values()), tuple(others), (*([tuple(heads)] if heads else []), *steps))
 
 
-def _company(count: int, place: str, room: int, others: int, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the lengths of the others in a step with `room` for them: those that come before a piece and after it.
+def _company(counts: Mapping[str, int], room: int, seats: int, limits: Limits) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the others in a step with `room` for them: those that come before the middle, and after it.
 
-    others: the number of the scene's others so far. They keep their places in the engine to the end of the scene.
+    counts: the tokens of the probes in the step, by place. seats: the most others; they keep their places in the engine
+    to the end of the scene.
     """
-    seats = limits.sequences - 1 - others
-    shortest = min(count, limits.longest)
-    if place == "last":
-        return _parts(room, shortest, seats), ()
-    smaller = _parts(room // 2, shortest, seats // 2) if place == "middle" else ()
-    rest = room - sum(smaller)
-    return smaller, _parts(rest, limits.longest, min(seats - len(smaller), rest // count, 3))
+    first, middle, last = (counts.get(place, 0) for place in PLACES)
+
+    def between(room: int, seats: int, shortest: int, longest: int) -> tuple[int, ...]:
+        return _parts(room, min(longest, limits.longest), min(seats, room // max(shortest, 1)))
+
+    if not middle and not first:
+        return between(room, seats, 1, last), ()
+    behind = middle if room > middle and not last else 0  # Else nothing that is as long as the middle comes behind it.
+    before = between(min(room // 2, room - behind), seats // 2, first, middle) if middle else ()
+    after = between(room - sum(before), seats - len(before), middle or first, last or limits.longest)
+    return before, after
 
 
 def _parts(total: int, longest: int, most: int) -> tuple[int, ...]:

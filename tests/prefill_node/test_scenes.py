@@ -54,24 +54,43 @@ def test_packed_prompts_are_cut_as_the_contract_says(limits: Limits) -> None:
             assert pieces_of(scene, number) == scenes.chunks(length, limits.chunk)
 
 
-def places(scene: Scene) -> set[str]:
-    """Where the probe is in its steps, in the order given and when a runner orders them by their lengths."""
+def places(scene: Scene, probe: int) -> set[str]:
+    """Where a probe is in its steps, both in the order given and when a runner orders them by their lengths."""
     found = set()
-    for step in (step for step in scene.steps if len(step) > 1):
-        for order in (list(step), sorted(step, key=lambda piece: piece.count)):
-            at = [piece.prompt for piece in order].index(0)
-            found.add("first" if at == 0 else "last" if at == len(order) - 1 else "middle")
+    for step in (step for step in scene.steps if len(step) > 1 and probe in {piece.prompt for piece in step}):
+        both = [list(step), sorted(step, key=lambda piece: piece.count)]
+        ends = [[piece.prompt for piece in order].index(probe) for order in both]
+        found |= {"first" if at == 0 else "last" if at == len(step) - 1 else "middle" for at in ends}
     return found
 
 
-def test_every_prompt_comes_first_and_last_beside_others_with_and_without_context() -> None:
-    alone = [scene for scene in scenes.packed(H200) if len(scene.probes) == 1]
-    for length in scenes.probe_lengths(H200):
-        of_length = [scene for scene in alone if scene.probes == (length,)]
-        assert {"first", "last"} <= set().union(*map(places, of_length)), length
-    assert any("middle" in places(scene) for scene in alone)
-    contexts = {scene.name.rpartition(", ")[2] for scene in alone}
-    assert {"0 of them with context", "1 of them with context", "2 of them with context"} <= contexts
+WIDE = replace(H200, budget=8192, sequences=384, longest=8191)
+"""A colocated node's steps, in which three prompts of several chunks have room."""
+PAIRS = replace(H200, packs_contexts=False)
+
+
+@pytest.mark.parametrize("limits", [H200, WIDE, PAIRS], ids=["H200", "wide", "without contexts"])
+def test_every_prompt_comes_first_in_the_middle_and_last_beside_others_with_and_without_context(limits: Limits) -> None:
+    found = [scene for scene in scenes.packed(limits) if " with context" in scene.name]
+    for length in scenes.probe_lengths(limits):
+        of_length = [(scene, scene.probes.index(length)) for scene in found if length in scene.probes]
+        if not limits.packs_contexts and length > 2 * limits.chunk:
+            continue  # Only a first chunk has company, and only if it is one of the last two.
+        always = length if limits.packs_contexts else min(length, limits.chunk)  # What is in a step with others.
+        wanted = {*scenes.PLACES} - ({"middle"} if 2 * always == limits.budget else set())  # Two are all that fit.
+        assert wanted <= set().union(*(places(*each) for each in of_length)), length
+    contexts = {scene.name.rpartition(", ")[2] for scene in found}
+    assert {f"{number} of them with context" for number in (range(3) if limits.packs_contexts else (0,))} <= contexts
+
+
+def test_prompts_share_the_long_steps_that_they_fit_into() -> None:
+    """One prompt is the first, one in the middle, and one the last: also those whose last chunk has a context."""
+    shared = {scene.probes for scene in scenes.packed(WIDE) if " with context" in scene.name}
+    assert {(17, 128, 2047), (2049, 4099, 8191)} <= shared
+    for scene in scenes.packed(WIDE):
+        if len(scene.probes) == 3 and " with context" in scene.name:
+            for number, place in enumerate(scenes.PLACES):
+                assert place in places(scene, number), scene.name
 
 
 def test_a_prompt_with_context_is_alone_where_contexts_must_not_be_packed() -> None:
@@ -100,10 +119,10 @@ def test_the_last_chunk_is_one_token_or_few_after_much_context_in_company() -> N
     found = {
         piece.count
         for scene in scenes.packed(H200)
-        if scene.probes in ((2049,), (4099,))
+        if " with context" in scene.name
         for step in scene.steps
         for piece in step
-        if piece.prompt == 0 and len(step) > 1
+        if scene.probes[piece.prompt : piece.prompt + 1] in ((2049,), (4099,)) and len(step) > 1
     }
     assert {1, 3} <= found
 
