@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.node.certificate import VOID
-from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, first_difference
+from corun.node.vllm.selftest import (
+    BlockPool,
+    Stepper,
+    TestSequence,
+    Trace,
+    first_difference,
+    first_differences,
+    layers_that_differ,
+)
 from decode_node.certify import SEED, STEPS, Certification, Sampling
 from prefill_node.scenes import chunks
 
@@ -35,7 +43,7 @@ class Alone:
     prompt: tuple[int, ...]
     blocks: tuple[int, ...]
     trace: Trace
-    """What it gave, without KV, which stays in its blocks."""
+    """What else it gave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +166,7 @@ class MixedCertification(Certification):
             traces = self._stepper.step([(sequence, count)], rows=0)
             self.steps += 1
         self._stepper.close()
-        return Alone(prompt=prompt, blocks=blocks, trace=replace(traces[sequence.name], kv=()))
+        return Alone(prompt=prompt, blocks=blocks, trace=traces[sequence.name])
 
     def _prefill(self, name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:
         # A greedy token is the same at any place of its output.
@@ -173,13 +181,17 @@ class MixedCertification(Certification):
         return found
 
     def _note_company(self, company: Sequence[tuple[TestSequence, int]], found: Mapping[str, Trace]) -> None:
-        for one, (sequence, _) in zip(self._beside, company, strict=True):
-            self.comparisons += 1
-            own = slice(one.computed // self._stepper.block_size, None)
-            stage = self._stepper.layer_that_differs(one.alone.blocks[own], one.blocks[own])
-            stage = stage or first_difference(one.alone.trace, replace(found[sequence.name], kv=()))
-            if stage and not self._difference:
-                self._difference = f"{one.name} beside rows differs first in {stage}"
+        if not company:
+            return
+        self.comparisons += len(company)
+        size = self._stepper.block_size
+        own = [(one.alone.blocks[one.computed // size :], one.blocks[one.computed // size :]) for one in self._beside]
+        layers = layers_that_differ(self._stepper, own)
+        expected = [one.alone.trace for one in self._beside]
+        stages = first_differences([(a, found[each.name]) for a, (each, _) in zip(expected, company, strict=True)])
+        for one, layer, stage in zip(self._beside, layers, stages, strict=True):
+            if (layer or stage) and not self._difference:
+                self._difference = f"{one.name} beside rows differs first in {layer or stage}"
 
 
 class ScoreCertification:
@@ -223,7 +235,7 @@ class ScoreCertification:
         with way:
             prompt, samples = self._prefilled("as a prompt", tokens, other, last)
         stage = self._stepper.layer_that_differs(mine, other) or first_difference(row, prompt)
-        if not stage and self._score(prompt) != row.logprob:
+        if not stage and self._score(prompt) != row.logprob.cpu().numpy().tobytes():
             stage = "the score"
         for block, sample in zip(last, samples, strict=True):
             found = self._stepper.layer_that_differs(other[-1:], (block,)) or first_difference(row, sample)
@@ -240,12 +252,12 @@ class ScoreCertification:
         sequence = self._sequence("rows", tokens, blocks, computed=len(tokens) - 1)
         traces = [self._stepper.step([(sequence, 1)])[sequence.name] for _ in range(STEPS)]
         self._close(STEPS)
-        return (*tokens, *(trace.token for trace in traces[:-1])), replace(traces[-1], kv=())
+        return (*tokens, *(int(trace.token) for trace in traces[:-1])), traces[-1]
 
     def _prefilled(
         self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], last: tuple[int, ...]
     ) -> tuple[Trace, list[Trace]]:
-        """Compute a prompt in the contract's chunks, and return its last trace without KV, and those of its samples.
+        """Compute a prompt in the contract's chunks, and return its last trace, and those of its samples.
 
         last: a block for each sample that begins in the prompt's last step. It reads all other blocks where they are
         while they are written, and computes the tokens behind them itself.
@@ -262,7 +274,7 @@ class ScoreCertification:
         begins = [(sample, len(tokens) - computed) for sample in samples]
         traces = self._stepper.step([(sequence, counts[-1]), *begins], rows=0)
         self._close(len(counts))
-        prompt, *others = (replace(traces[each.name], kv=()) for each in (sequence, *samples))
+        prompt, *others = (traces[each.name] for each in (sequence, *samples))
         return prompt, others
 
     def _sequence(self, name: str, tokens: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> TestSequence:

@@ -19,6 +19,8 @@ from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, co
 PROBES = 6
 """The number of probes: one for each style of sampling (decode_node/worker.py)."""
 STEPS = 4
+STARTED = 2
+"""The number of probes that start in each step after the first while rows move."""
 LONGEST = 1024  # tokens of a sequence under test that is not to be cut
 CUTS = (1, 2)
 """The edges, in pieces, that a probe grows over. Beyond the second one the pieces are more than two."""
@@ -64,6 +66,8 @@ class Certification:
         self._pool = BlockPool(stepper, taken + slots * self._blocks_of(self._longest), self._draw, SEED)
         lengths = [*(self._draw.randint(1, self._longest) for _ in range(min(PROBES, slots))), *cut]
         self._probes = [self._probe(number, length) for number, length in enumerate(lengths)]
+        self._tokens = self._prompt(2 * self._longest)
+        """The neighbours' prompts are parts of these: it takes long to draw thousands of prompts."""
         self._expected = self._one_by_one()
 
     def check(self, rows: int) -> str:
@@ -120,8 +124,8 @@ class Certification:
     def _play(self, probes: list[Probe], *, crowd: int, moving: bool) -> dict[str, list[Trace]]:
         """Run `STEPS` steps of every probe among `crowd` neighbours, in a random order of rows.
 
-        With `moving`, one probe starts in each step, and half of the neighbours end after each step and are replaced by
-        others, so that sequences change their rows.
+        With `moving`, one probe starts in the first step and `STARTED` in each later one, and half of the neighbours
+        end after each step and are replaced by others, so that sequences change their rows.
         """
         waiting = [self._sequence(probe.name, probe.prompt, probe.sampling, probe.seed) for probe in probes]
         neighbours = [self._neighbour() for _ in range(crowd)]
@@ -129,7 +133,7 @@ class Certification:
         running: list[TestSequence] = []
         ended: list[TestSequence] = []
         while waiting or running:
-            started = waiting[: 1 if moving else None]
+            started = waiting[: (STARTED if running else 1) if moving else None]
             waiting = waiting[len(started) :]
             running += started
             rows = [*running, *neighbours]
@@ -144,9 +148,15 @@ class Certification:
             for sequence in running:
                 traces[sequence.name].append(found[sequence.name])
             ended = [sequence for sequence in running if sequence.drawn == STEPS]
+            for sequence in ended:
+                # No step writes what another one wrote, so the KV of all steps is still there. It counts as the first
+                # one's: of what differs, it comes first.
+                own = traces[sequence.name]
+                own[0] = self._stepper.with_kv(sequence, own[0], len(sequence.prompt) - 1)
             running = [sequence for sequence in running if sequence.drawn < STEPS]
             if moving:
-                neighbours, gone = neighbours[crowd // 2 :], neighbours[: crowd // 2]
+                half = -(-crowd // 2)  # A single one ends, too: none has blocks for more than `STEPS` tokens.
+                neighbours, gone = neighbours[half:], neighbours[:half]
                 ended += gone
                 self._free(gone)
                 neighbours += [self._neighbour() for _ in gone]
@@ -169,7 +179,8 @@ class Certification:
 
     def _neighbour(self) -> TestSequence:
         self._names += 1
-        prompt = self._prompt(self._draw.randint(1, self._longest))
+        start, length = self._draw.randrange(self._longest), self._draw.randint(1, self._longest)
+        prompt = self._tokens[start : start + length]
         return self._sequence(f"neighbour-{self._names}", prompt, self._sampling(self._names))
 
     def _sequence(self, name: str, prompt: tuple[int, ...], sampling: Any, seed: int | None = None) -> TestSequence:

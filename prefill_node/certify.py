@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from corun.node.certificate import VOID
-from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, compare, first_difference
+from corun.node.vllm.selftest import (
+    BlockPool,
+    Stepper,
+    TestSequence,
+    Trace,
+    compare,
+    first_differences,
+    layers_that_differ,
+)
 from corun.types import Freedom
 from prefill_node import scenes
 from prefill_node.scenes import Limits, Scene
@@ -68,7 +76,7 @@ class Bench:
     def run(
         self, name: str, prompt: tuple[int, ...], contents: Sequence[torch.Tensor] | None = None
     ) -> tuple[TestSequence, Trace]:
-        """Prefill one prompt in chunks. Its KV stays in its blocks until `give_back`; the trace is without it."""
+        """Prefill one prompt in chunks. Its KV stays in its blocks until `give_back`."""
         blocks = self._pool.take(self._blocks_of(len(prompt)))
         if contents is not None:
             self._stepper.write(blocks, contents)
@@ -78,7 +86,7 @@ class Bench:
             count = min(self._chunk, len(prompt) - sequence.computed)
             traces = self._stepper.step([(sequence, count)], rows=0)
         self._stepper.close()
-        return sequence, replace(traces[name], kv=())
+        return sequence, traces[name]
 
     def give_back(self, *sequences: TestSequence) -> None:
         for sequence in sequences:
@@ -110,7 +118,7 @@ def certify(stepper: Stepper, chunk_size: int, buckets: Sequence[int], sampling:
         difference = ""
         for first, expected in reversed(firsts):
             second, found = bench.run(first.name, first.prompt, bench.contents(len(first.prompt)))
-            left, right = stepper.whole(first, expected), stepper.whole(second, found)
+            left, right = stepper.with_kv(first, expected), stepper.with_kv(second, found)
             scene = "after another prompt, in other KV blocks"
             difference = compare({first.name: [left]}, {first.name: [right]}, scene) or difference
             bench.give_back(first, second)
@@ -129,7 +137,7 @@ class Reference:
     tail: tuple[torch.Tensor, ...]
     """The contents that its last block had before, per layer: the prompt does not fill it."""
     trace: Trace
-    """What it gave, without KV."""
+    """What else it gave."""
 
 
 class Freedoms:
@@ -187,14 +195,11 @@ class Freedoms:
         traces: dict[str, Trace] = {}
         for step in scene.steps:
             traces |= self._step([(sequences[piece.prompt], piece.count) for piece in step], probes)
-        # Each look at KV waits for the device, so there is one for all probes, and others only if it finds something.
-        theirs = [block for at in probes.values() for block in expected[at].blocks]
-        own = [block for at in probes.values() for block in sequences[at].blocks]
-        differs = bool(self._stepper.layer_that_differs(theirs, own))
-        found = (
-            self._difference(expected[at], sequences[at].blocks, traces[name], kv=differs)
-            for name, at in probes.items()
-        )
+        blocks = [(expected[at].blocks, sequences[at].blocks) for at in probes.values()]
+        layers = layers_that_differ(self._stepper, blocks)
+        stages = first_differences([(expected[at].trace, traces[name]) for name, at in probes.items()])
+        self.comparisons += len(probes)
+        found = (layer or stage for layer, stage in zip(layers, stages, strict=True))
         names = (f"a prompt of {length} tokens, {scene.name}, differs first in" for length in scene.probes)
         difference = next((f"{name} {stage}" for name, stage in zip(names, found, strict=True) if stage), "")
         self._stepper.close()
@@ -202,16 +207,9 @@ class Freedoms:
             self._pool.give_back(sequence.blocks)
         return difference
 
-    def _difference(self, expected: Reference, blocks: tuple[int, ...], trace: Trace, *, kv: bool) -> str:
-        """Return what differs first from a prompt alone. kv: whether to look at the KV, too."""
-        self.comparisons += 1
-        layer = self._stepper.layer_that_differs(expected.blocks, blocks) if kv else ""
-        return layer or first_difference(expected.trace, trace)
-
     def _step(self, tokens: Sequence[tuple[TestSequence, int]], traced: Iterable[str]) -> dict[str, Trace]:
         self.steps += 1
-        found = self._stepper.step(tokens, traced=frozenset(traced), rows=0)
-        return {name: replace(trace, kv=()) for name, trace in found.items()}
+        return self._stepper.step(tokens, traced=frozenset(traced), rows=0)
 
     def _reference(self, length: int) -> Reference:
         """Return the prompt of this length alone, in the contract's chunks; it runs once."""

@@ -112,18 +112,20 @@ class FakeStepper:
         else:
             self._cache[list(written)] = _bits("kv", own, shown)
         trace = Trace(
-            kv=self.read(written), hidden=_bits(own), logits=_bits("logits", own), logprob=b"0", token=len(own[0])
+            hidden=_bits(own), logits=_bits("logits", own), logprob=torch.zeros(1), token=torch.tensor([len(own[0])])
         )
         if sequence.computed >= len(sequence.prompt):
-            self._drawn[sequence.name] = (*self._drawn.get(sequence.name, ()), trace.token)
-        leaked = {"kv": trace.kv, "hidden": _bits(leak), "logits": _bits(leak), "logprob": repr(leak).encode()}
-        return trace if leak is None else replace(trace, **{self.stage: leaked[self.stage]})
+            self._drawn[sequence.name] = (*self._drawn.get(sequence.name, ()), int(trace.token))
+        if leak is None or self.stage == "kv":
+            return trace
+        return replace(trace, **{self.stage: _bits(leak)[: len(getattr(trace, self.stage))]})
 
     def _contents(self, sequence: TestSequence, start: int, splits: int) -> tuple[Any, ...]:
         return (sequence.prompt, start, [self._cache[block].tolist() for block in sequence.blocks], splits)
 
-    def whole(self, sequence: TestSequence, last: Trace) -> Trace:
-        return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
+    def with_kv(self, sequence: TestSequence, last: Trace, start: int = 0) -> Trace:
+        written = slice(start // self.block_size, -(-sequence.computed // self.block_size))
+        return replace(last, kv=self.read(sequence.blocks[written]))
 
     def close(self) -> None:
         self._known, self._drawn = set(), {}

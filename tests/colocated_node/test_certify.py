@@ -216,7 +216,7 @@ def test_what_leaks_only_where_rows_are_beside_several_prompts_is_found(
 
 def score(trace: Any) -> bytes:
     """The score of a model in which a token's score is what was reported when it was drawn."""
-    return bytes(trace.logprob)
+    return bytes(trace.logprob.numpy().tobytes())
 
 
 def certify_scores(module: ModuleType, model: FakeStepper, score: Any = score, chunk: int = 2048) -> str:

@@ -26,6 +26,6 @@ class ForcedPrefillWorker(PrefillWorker):
             cut = any(sequence.computed % self.chunk_size for sequence, _ in tokens)
             leaks = len(tokens) > 1 if what == "neighbours leak" else cut and len(tokens) == 1
             found = step(stepper, tokens, *args, **kwargs)
-            return {name: replace(trace, token=-1) if leaks else trace for name, trace in found.items()}
+            return {name: replace(trace, token=-trace.token - 1) if leaks else trace for name, trace in found.items()}
 
         return mock.patch.object(Stepper, "step", leaking) if what.endswith("leak") else nullcontext()

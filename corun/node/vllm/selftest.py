@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from corun.node.vllm import graphs
@@ -50,36 +50,59 @@ class TestSequence:
 class Trace:
     """The results of one step for one sequence, in the order in which the model computes them."""
 
-    kv: tuple[torch.Tensor, ...]
-    """The whole blocks that the step wrote to, per layer: [blocks, ...]."""
+    kv: tuple[torch.Tensor, ...] = ()
+    """Whole blocks, per layer: [blocks, ...]; a step gives none (`Stepper.with_kv`)."""
     hidden: torch.Tensor
     """The input of lm_head: [hidden size]."""
     logits: torch.Tensor
     """The output of lm_head: [vocab]."""
-    logprob: bytes
-    """The drawn token's log probability, as the bytes of an fp32 number."""
-    token: int
+    logprob: torch.Tensor
+    """The drawn token's log probability: [1] fp32."""
+    token: torch.Tensor
+    """The drawn token: [1]."""
+
+    @property
+    def stages(self) -> dict[str, torch.Tensor]:
+        """What the model computed, by its name, in order."""
+        layers = {f"the KV of layer {layer} of {len(self.kv)}": kv for layer, kv in enumerate(self.kv)}
+        drawn = {"the log probability": self.logprob, "the drawn token": self.token}
+        return {**layers, "the last hidden state": self.hidden, "the logits (lm_head)": self.logits, **drawn}
+
+
+def first_differences(pairs: Sequence[tuple[Trace, Trace]]) -> list[str]:
+    """Return of each pair the first stage of the model whose bits differ; empty if no bits differ.
+
+    The device compares all, and the host waits for it once.
+    """
+    if not pairs:
+        return []
+    stages = [(a.stages, b.stages) for a, b in pairs]
+    # As bytes, 0.0 is not -0.0, and NaN equals itself.
+    differ = [_bytes(a[name]).ne(_bytes(b[name])).any() for a, b in stages for name in a]
+    found = iter(torch.stack(differ).tolist())
+    return [next((name for name, differs in [(name, next(found)) for name in a] if differs), "") for a, _ in stages]
 
 
 def first_difference(a: Trace, b: Trace) -> str:
     """Return the first stage of the model whose bits differ; empty if no bits differ."""
-    layers = enumerate(zip(a.kv, b.kv, strict=True))
-    tensors = [(f"the KV of layer {layer} of {len(a.kv)}", *pair) for layer, pair in layers]
-    tensors += [("the last hidden state", a.hidden, b.hidden), ("the logits (lm_head)", a.logits, b.logits)]
-    for stage, left, right in tensors:
-        # As bytes, 0.0 is not -0.0, and NaN equals itself.
-        if not torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)):
-            return stage
-    if a.logprob != b.logprob:
-        return "the log probability"
-    return "" if a.token == b.token else "the drawn token"
+    return first_differences([(a, b)])[0]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 class Stepper:
-    """Runs steps on a loaded worker that does not serve requests yet."""
+    """Runs steps on a loaded worker that does not serve requests yet.
+
+    As in service, the host makes a step while the device runs the one before it, and no more: vLLM's V2 runner has the
+    buffers of two steps (v1/worker/gpu/buffer_utils.py). So traces may still be computed when they are returned.
+    """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self._unfinished: Any = None
+        """The last step's output, if the device may still compute it."""
         self._runner = worker.model_runner
         self._known: set[str] = set()
         config = worker.vllm_config
@@ -101,7 +124,7 @@ class Stepper:
         Args:
             tokens: the step's sequences in their order, each with its number of tokens.
             ended: the sequences of earlier steps that are over; they take part in no later step.
-            traced: the names of the sequences whose traces are wanted; None: all. A trace copies KV of every layer.
+            traced: the names of the sequences whose traces are wanted; None: all.
             rows: the number of decode rows in a step that also holds prompts; None: it holds none.
 
         Returns:
@@ -111,21 +134,28 @@ class Stepper:
         with recorded_logits(self._runner.model) as recorded:
             self._worker.execute_model(output)
             result = self._worker.sample_tokens(None)
-        result = result.get_output() if hasattr(result, "get_output") else result
+        self._finish()
+        self._unfinished = result if hasattr(result, "get_output") else None
         traces = {}
         for sequence, count in tokens:
-            start = sequence.computed
             sequence.computed += count
             if sequence.computed >= len(sequence.prompt):
                 sequence.drawn += 1
-                if traced is not None and sequence.name not in traced:
-                    continue
-                traces[sequence.name] = self._trace(sequence, start, result, recorded[-1])
+                if traced is None or sequence.name in traced:
+                    traces[sequence.name] = _trace(sequence.name, result, *recorded[-1])
         return traces
 
-    def whole(self, sequence: TestSequence, last: Trace) -> Trace:
-        """Return a sequence's last trace with the KV of all its steps."""
-        return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
+    def _finish(self) -> None:
+        """Wait until the device has run the last step."""
+        if self._unfinished is not None:
+            self._unfinished.get_output()
+        self._unfinished = None
+
+    def with_kv(self, sequence: TestSequence, last: Trace, start: int = 0) -> Trace:
+        """Return a sequence's last trace with the blocks of all its tokens from `start` on."""
+        return replace(
+            last, kv=self.read(sequence.blocks[start // self.block_size : -(-sequence.computed // self.block_size)])
+        )
 
     def layer_that_differs(self, a: Sequence[int], b: Sequence[int]) -> str:
         """Compare the KV in two lists of blocks, in place and bit by bit, and return the first layer that differs in
@@ -171,6 +201,7 @@ class Stepper:
 
     def close(self) -> None:
         """Make the worker forget all sequences."""
+        self._finish()
         self._worker.execute_model(self._schedule((), set(self._known)))
 
     def read(self, blocks: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -194,7 +225,7 @@ class Stepper:
 
     def _rows(self, blocks: Sequence[int]) -> list[torch.Tensor]:
         """Return the rows of KV blocks in each layer's cache; a kernel may split a block into several rows."""
-        first = torch.tensor(blocks, device=self._caches[0].device)[:, None]
+        first = async_tensor_h2d(list(blocks), self._caches[0].device)[:, None]
         all_parts = [cache.shape[0] // self.num_blocks for cache in self._caches]
         rows = {parts: (first * parts + torch.arange(parts, device=first.device)).flatten() for parts in {*all_parts}}
         return [rows[parts] for parts in all_parts]
@@ -234,19 +265,18 @@ class Stepper:
         self._known = self._known - ended | {sequence.name for sequence, _ in tokens}
         return output
 
-    def _trace(
-        self, sequence: TestSequence, start: int, result: Any, recorded: tuple[torch.Tensor, torch.Tensor]
-    ) -> Trace:
-        row = result.req_ids.index(sequence.name)
-        hidden, logits = recorded
-        written = sequence.blocks[start // self.block_size : -(-sequence.computed // self.block_size)]
-        return Trace(
-            kv=self.read(written),
-            hidden=hidden[row].clone(),
-            logits=logits[row].clone(),
-            logprob=np.float32(result.logprobs.logprobs[row][0]).tobytes(),
-            token=result.sampled_token_ids[row][0],
-        )
+
+def _trace(name: str, result: Any, hidden: torch.Tensor, logits: torch.Tensor) -> Trace:
+    """Return the trace of one sequence of a step, from the runner's result and the input and output of lm_head."""
+    if hasattr(result, "get_output"):  # The V2 runner's results lie on the device.
+        row = result.model_runner_output.req_ids.index(name)
+        tokens, logprobs = result.sampler_output.sampled_token_ids, result.sampler_output.logprobs_tensors.logprobs
+        token, logprob = tokens[row, :1], logprobs[row, :1]
+    else:
+        row = result.req_ids.index(name)
+        token = torch.tensor(result.sampled_token_ids[row][:1])
+        logprob = torch.tensor([result.logprobs.logprobs[row][0]], dtype=torch.float32)
+    return Trace(hidden=hidden[row].clone(), logits=logits[row].clone(), logprob=logprob, token=token)
 
 
 @contextmanager
@@ -304,6 +334,16 @@ def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tenso
         model.compute_logits = compute_logits
 
 
+def layers_that_differ(stepper: Stepper, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[str]:
+    """Return of each pair of lists of blocks the first layer whose KV differs (`Stepper.layer_that_differs`).
+
+    Each look at KV waits for the device, so there is one for all pairs, and others only if it finds something.
+    """
+    left, right = ([block for pair in pairs for block in pair[side]] for side in (0, 1))
+    differ = bool(stepper.layer_that_differs(left, right))
+    return [stepper.layer_that_differs(*pair) if differ else "" for pair in pairs]
+
+
 class BlockPool:
     """The first `count` KV blocks behind the null block, full of random numbers, in a random order. They are taken from
     the front and given back to the end, so that a sequence gets other blocks the next time."""
@@ -325,8 +365,11 @@ class BlockPool:
 
 def compare(expected: Mapping[str, Sequence[Trace]], found: Mapping[str, Sequence[Trace]], scene: str) -> str:
     """Return in words the first difference between two runs of the same sequences; empty if there is none."""
-    for name, traces in expected.items():
-        for step, (a, b) in enumerate(zip(traces, found[name], strict=True)):
-            if stage := first_difference(a, b):
-                return f"{scene}: {name} differs in step {step}, first in {stage}"
-    return ""
+    pairs = {
+        (name, step): pair
+        for name, traces in expected.items()
+        for step, pair in enumerate(zip(traces, found[name], strict=True))
+    }
+    stages = zip(pairs, first_differences(list(pairs.values())), strict=True)
+    differ = (f"{scene}: {name} differs in step {step}, first in {stage}" for (name, step), stage in stages if stage)
+    return next(differ, "")
