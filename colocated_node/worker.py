@@ -10,9 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from vllm.platforms import current_platform
-
 from colocated_node.certify import MixedCertification, Room, ScoreCertification
 from colocated_node.shares import BUCKETS, SLOTS
 from corun.node.vllm import attention, graphs, pin
@@ -58,12 +55,6 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
 
     def rows_of(self, live: int) -> int:
         return live if self.holds_prompts else super().rows_of(live)
-
-    def use(self, *sizes: int) -> None:
-        self.sizes = sizes
-        if not current_platform.is_cpu():
-            manager = self.model_runner.cudagraph_manager
-            graphs.choose(manager, rows_of=self.graph_of_rows, length_of=self.graph_of)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step: one of the scheduler, of a self-test, or of vLLM's own warm-up, which says nothing of prompts."""
@@ -124,8 +115,8 @@ class ColocatedWorker(FixedShapeWorker, PrefillWorker):
 
     def score_of(self, trace: Trace) -> bytes:
         """Return the score of the token that was drawn at the end of a prompt, as the bytes of an fp32 number."""
-        hidden, token = trace.hidden.unsqueeze(0), torch.tensor([trace.token], device=trace.hidden.device)
-        _, logprobs = self.scorer().score(self.model_runner.model.compute_logits, hidden, token)
+        hidden = trace.hidden.unsqueeze(0)
+        _, logprobs = self.scorer().score(self.model_runner.model.compute_logits, hidden, trace.token)
         return bytes(logprobs[0, 0].cpu().numpy().tobytes())
 
     def observe(self) -> dict[str, Any]:
