@@ -139,6 +139,9 @@ class Certification:
             rows = [*running, *neighbours]
             if started:
                 self._draw.shuffle(rows)
+                # Rows that fill no whole tile of a kernel come last, and may be computed in another way.
+                rows.remove(running[-1])
+                rows.append(running[-1])
             company = self._company()
             traced = {*traces, *(sequence.name for sequence, _ in company)}
             tokens = [*((sequence, 1) for sequence in rows), *company]
@@ -146,13 +149,13 @@ class Certification:
             self.steps += 1
             self._note_company(company, found)
             for sequence in running:
-                traces[sequence.name].append(found[sequence.name])
+                trace = found[sequence.name]
+                # No step writes what another one wrote, so the last one's KV is that of all. The first one's KV says
+                # where a difference begins: later steps differ as soon as another token was drawn.
+                if sequence.drawn in (1, STEPS):
+                    trace = self._stepper.with_kv(sequence, trace, len(sequence.prompt) - 1)
+                traces[sequence.name].append(trace)
             ended = [sequence for sequence in running if sequence.drawn == STEPS]
-            for sequence in ended:
-                # No step writes what another one wrote, so the KV of all steps is still there. It counts as the first
-                # one's: of what differs, it comes first.
-                own = traces[sequence.name]
-                own[0] = self._stepper.with_kv(sequence, own[0], len(sequence.prompt) - 1)
             running = [sequence for sequence in running if sequence.drawn < STEPS]
             if moving:
                 half = -(-crowd // 2)  # A single one ends, too: none has blocks for more than `STEPS` tokens.

@@ -56,6 +56,13 @@ def test_what_leaks_into_a_row_is_found(leak: str) -> None:
     assert "probe-" in certify(FakeStepper(flaw=FLAWS[leak]))
 
 
+@pytest.mark.parametrize("rows", [2, 32, 64])
+def test_a_last_row_that_has_other_bits_is_found(rows: int) -> None:
+    """Kernels compute the rows that fill no whole tile in another way, as fp32 products on a CPU with 32 rows."""
+    stepper = FakeStepper(flaw=lambda row, batch, sequence: row == rows - 1, num_blocks=900)
+    assert "all rows busy: probe-" in certify(stepper, rows)
+
+
 STAGES = {"kv": "the KV of layer 0 of 1", "hidden": "hidden state", "logits": "lm_head", "logprob": "log probability"}
 
 

@@ -271,7 +271,7 @@ def _trace(name: str, result: Any, hidden: torch.Tensor, logits: torch.Tensor) -
     if hasattr(result, "get_output"):  # The V2 runner's results lie on the device.
         row = result.model_runner_output.req_ids.index(name)
         tokens, logprobs = result.sampler_output.sampled_token_ids, result.sampler_output.logprobs_tensors.logprobs
-        token, logprob = tokens[row, :1], logprobs[row, :1]
+        token, logprob = tokens[row, :1].clone(), logprobs[row, :1].clone()
     else:
         row = result.req_ids.index(name)
         token = torch.tensor(result.sampled_token_ids[row][:1])
