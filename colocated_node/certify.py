@@ -234,8 +234,10 @@ class ScoreCertification:
         tokens, row = self._drawn(length, mine)
         with way:
             prompt, samples = self._prefilled("as a prompt", tokens, other, last)
+        # All ranks compute lm_head together, so a rank that has found a difference scores, too.
+        score = self._score(prompt)
         stage = self._stepper.layer_that_differs(mine, other) or first_difference(row, prompt)
-        if not stage and self._score(prompt) != row.logprob.cpu().numpy().tobytes():
+        if not stage and score != row.logprob.cpu().numpy().tobytes():
             stage = "the score"
         for block, sample in zip(last, samples, strict=True):
             found = self._stepper.layer_that_differs(other[-1:], (block,)) or first_difference(row, sample)

@@ -265,6 +265,18 @@ def test_a_score_with_other_bits_than_the_rows_is_found(module: ModuleType) -> N
     assert certify_scores(module, a_model(), lambda trace: b"1").endswith("differs first in the score")
 
 
+def test_a_rank_that_sees_a_difference_scores_with_the_others(module: ModuleType) -> None:
+    """Ranks compute lm_head together, and KV may differ in the part of one of them only."""
+    scored: list[Any] = []
+
+    def counted(trace: Any) -> bytes:
+        scored.append(trace)
+        return score(trace)
+
+    assert KV in certify_scores(module, a_model(in_a_row, stage="kv"), counted)
+    assert len(scored) == 1
+
+
 def test_a_test_that_would_notice_nothing_grants_no_scores(module: ModuleType) -> None:
     assert "void" in certify_scores(module, a_model(is_dead=True))
     assert "nothing was compared" in certify_scores(module, a_model(max_model_len=8))
