@@ -92,6 +92,10 @@ def packed(limits: Limits) -> Iterator[Scene]:
     yield from _together(lengths, limits)
     yield from (scene for scene in [_beside({"last": limits.longest}, limits.budget, 0, limits)] if scene.others)
     yield from _edges(lengths, limits)
+    # Longer prompts that share their steps are company with context for each other. Here all others are whole.
+    if limits.packs_contexts and limits.longest > limits.chunk:
+        alone = _beside({"middle": limits.chunk + 1}, limits.chunk // 4, 0, limits)
+        yield from (scene for scene in [alone] if scene.others)
     totals = itertools.cycle((limits.budget, limits.chunk // 4, limits.budget - 1, limits.chunk // 4 - 1, limits.chunk))
     contexts = itertools.cycle((0, 1, 2))
     for placed in _placed(lengths, limits):

@@ -93,6 +93,24 @@ def test_prompts_share_the_long_steps_that_they_fit_into() -> None:
                 assert place in places(scene, number), scene.name
 
 
+def sole_contexts(scene: Scene) -> set[str]:
+    """Where a probe is in the order of lengths, in steps in which all other prompts begin."""
+    found, begun = set[str](), set[int]()
+    for step in scene.steps:
+        ordered = [piece.prompt for piece in sorted(step, key=lambda piece: piece.count)]
+        with_context = begun & {*ordered}
+        if len(step) > 1 and len(with_context) == 1 and min(with_context) < len(scene.probes):
+            at = ordered.index(min(with_context))
+            found.add("first" if at == 0 else "last" if at == len(step) - 1 else "middle")
+        begun |= {*ordered}
+    return found
+
+
+@pytest.mark.parametrize("limits", [H200, WIDE], ids=["H200", "wide"])
+def test_a_prompt_with_context_comes_at_every_place_beside_whole_prompts_alone(limits: Limits) -> None:
+    assert set().union(*map(sole_contexts, scenes.packed(limits))) == {*scenes.PLACES}
+
+
 def test_a_prompt_with_context_is_alone_where_contexts_must_not_be_packed() -> None:
     for packs in (True, False):
         beside: set[bool] = set()
