@@ -77,8 +77,7 @@ def first_differences(pairs: Sequence[tuple[Trace, Trace]]) -> list[str]:
     if not pairs:
         return []
     stages = [(a.stages, b.stages) for a, b in pairs]
-    # As bytes, 0.0 is not -0.0, and NaN equals itself.
-    differ = [_bytes(a[name]).ne(_bytes(b[name])).any() for a, b in stages for name in a]
+    differ = [_differ(*both) for a, b in stages for both in zip(a.values(), b.values(), strict=True)]
     found = iter(torch.stack(differ).tolist())
     return [next((name for name, differs in [(name, next(found)) for name in a] if differs), "") for a, _ in stages]
 
@@ -88,8 +87,12 @@ def first_difference(a: Trace, b: Trace) -> str:
     return first_differences([(a, b)])[0]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return whether any bit differs, on the device. As bytes, 0.0 is not -0.0, and NaN equals itself."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):  # One may have been stretched to the other.
+        return torch.ones((), dtype=torch.bool, device=a.device)
+    left, right = (each.contiguous().view(torch.uint8) for each in (a, b))
+    return left.ne(right).any()
 
 
 class Stepper:
