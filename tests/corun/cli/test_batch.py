@@ -88,7 +88,7 @@ def test_a_pipe_is_refused(corun: Any, six: Path, output: Path, tmp_path: Path) 
     os.mkfifo(pipe := tmp_path / "pipe")
     for name, argv in (("input", (pipe, "-o", output)), ("output", (six, "-o", pipe))):
         done = corun("batch", *argv)
-        assert (done.code, f"{name} = '{pipe}': must be a regular file" in done.err) == (2, True)
+        assert (done.code, f"{name} = '" in done.err, "must be a regular file" in done.err) == (2, True, True)
     assert corun("batch", six, "-o", "/dev/null").code == 0
 
 
