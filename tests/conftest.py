@@ -2,6 +2,8 @@
 machine is, and nothing about the code."""
 
 import logging
+import math
+import time
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -19,6 +21,16 @@ settings.load_profile("corun")
 
 # Each test has a loop of its own, and gRPC may wake the closed one of an earlier test: no fault of the test that runs.
 logging.getLogger("asyncio").addFilter(is_no_late_wake)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "skip tests that would begin after this time, in seconds since 1970"
+    parser.addoption("--begin-before", type=float, default=math.inf, metavar="TIME", help=words)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > item.config.getoption("--begin-before"):
+        pytest.skip("no time is left for it (--begin-before)")
 
 
 @pytest.fixture(autouse=True, scope="session")
