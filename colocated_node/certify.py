@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corun.node.certificate import VOID
-from corun.node.vllm.selftest import (
-    BlockPool,
-    Stepper,
-    TestSequence,
-    Trace,
-    first_difference,
-    first_differences,
-    layers_that_differ,
-)
+from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, differences, first_difference
 from decode_node.certify import SEED, STEPS, Certification, Sampling
 from prefill_node.scenes import chunks
 
@@ -181,17 +173,13 @@ class MixedCertification(Certification):
         return found
 
     def _note_company(self, company: Sequence[tuple[TestSequence, int]], found: Mapping[str, Trace]) -> None:
-        if not company:
-            return
         self.comparisons += len(company)
-        size = self._stepper.block_size
-        own = [(one.alone.blocks[one.computed // size :], one.blocks[one.computed // size :]) for one in self._beside]
-        layers = layers_that_differ(self._stepper, own)
-        expected = [one.alone.trace for one in self._beside]
-        stages = first_differences([(a, found[each.name]) for a, (each, _) in zip(expected, company, strict=True)])
-        for one, layer, stage in zip(self._beside, layers, stages, strict=True):
-            if (layer or stage) and not self._difference:
-                self._difference = f"{one.name} beside rows differs first in {layer or stage}"
+        size, pairs = self._stepper.block_size, list(zip(self._beside, company, strict=True))
+        own = [(one.alone.blocks[one.computed // size :], one.blocks[one.computed // size :]) for one, _ in pairs]
+        traces = [(one.alone.trace, found[sequence.name]) for one, (sequence, _) in pairs]
+        for one, stage in zip(self._beside, differences(self._stepper, own, traces), strict=True):
+            if stage and not self._difference:
+                self._difference = f"{one.name} beside rows differs first in {stage}"
 
 
 class ScoreCertification:

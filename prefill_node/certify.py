@@ -15,15 +15,7 @@ from typing import Any
 import torch
 
 from corun.node.certificate import VOID
-from corun.node.vllm.selftest import (
-    BlockPool,
-    Stepper,
-    TestSequence,
-    Trace,
-    compare,
-    first_differences,
-    layers_that_differ,
-)
+from corun.node.vllm.selftest import BlockPool, Stepper, TestSequence, Trace, compare, differences
 from corun.types import Freedom
 from prefill_node import scenes
 from prefill_node.scenes import Limits, Scene
@@ -196,10 +188,8 @@ class Freedoms:
         for step in scene.steps:
             traces |= self._step([(sequences[piece.prompt], piece.count) for piece in step], probes)
         blocks = [(expected[at].blocks, sequences[at].blocks) for at in probes.values()]
-        layers = layers_that_differ(self._stepper, blocks)
-        stages = first_differences([(expected[at].trace, traces[name]) for name, at in probes.items()])
+        found = differences(self._stepper, blocks, [(expected[at].trace, traces[name]) for name, at in probes.items()])
         self.comparisons += len(probes)
-        found = (layer or stage for layer, stage in zip(layers, stages, strict=True))
         names = (f"a prompt of {length} tokens, {scene.name}, differs first in" for length in scene.probes)
         difference = next((f"{name} {stage}" for name, stage in zip(names, found, strict=True) if stage), "")
         self._stepper.close()

@@ -337,14 +337,20 @@ def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tenso
         model.compute_logits = compute_logits
 
 
-def layers_that_differ(stepper: Stepper, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[str]:
-    """Return of each pair of lists of blocks the first layer whose KV differs (`Stepper.layer_that_differs`).
+def differences(
+    stepper: Stepper, blocks: Sequence[tuple[Sequence[int], Sequence[int]]], traces: Sequence[tuple[Trace, Trace]]
+) -> list[str]:
+    """Return of each pair of sequences the first layer whose KV differs in their blocks, or else the first stage that
+    differs in their traces; empty if no bits differ.
 
     Each look at KV waits for the device, so there is one for all pairs, and others only if it finds something.
     """
-    left, right = ([block for pair in pairs for block in pair[side]] for side in (0, 1))
+    if not blocks:
+        return []
+    left, right = ([block for pair in blocks for block in pair[side]] for side in (0, 1))
     differ = bool(stepper.layer_that_differs(left, right))
-    return [stepper.layer_that_differs(*pair) if differ else "" for pair in pairs]
+    layers = [stepper.layer_that_differs(*pair) if differ else "" for pair in blocks]
+    return [layer or stage for layer, stage in zip(layers, first_differences(traces), strict=True)]
 
 
 class BlockPool:
