@@ -41,7 +41,7 @@ ALGO_ATTRIBUTES = (
     # number, bytes: id, tile, K splits, reduction scheme, swizzle, custom option, stages, inner shape, cluster shape
     *((0, 4), (1, 4), (2, 4), (3, 4), (4, 4), (5, 4), (6, 4), (7, 2), (8, 2)),
 )
-RESULT_WORDS = 12
+RESULT_WORDS, ALGO_BYTES = 12, 64
 """cublasLtMatmulHeuristicResult_t in words of 8 bytes: the algorithm (8), workspace, status and waves, reserved (2)."""
 UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """vLLM's methods that call torch's `linear` (model_executor/layers/utils.py: `default_unquantized_gemm`)."""
@@ -124,6 +124,8 @@ class Heuristic:
     def __init__(self, library: Any) -> None:
         """library: libcublasLt as ctypes loads it. Raises RefusedError if it gives no handle, as without a GPU."""
         self._library = library
+        self._known: dict[bytes, Algorithm] = {}
+        """The algorithms by their bytes: there are few, and to read one takes as long as the library's choice."""
         self._handle = self._made("cublasLtCreate")
         self._preference = self._made("cublasLtMatmulPreferenceCreate")
         set_preference = library.cublasLtMatmulPreferenceSetAttribute
@@ -163,7 +165,11 @@ class Heuristic:
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle, operation, weight, x, y, y, self._preference, 1, result, ctypes.byref(count)
         )
-        return None if status or not count.value else Algorithm(*map(self._read(result), ALGO_ATTRIBUTES))
+        if status or not count.value:
+            return None
+        if (opaque := bytes(result)[:ALGO_BYTES]) not in self._known:
+            self._known[opaque] = Algorithm(*map(self._read(result), ALGO_ATTRIBUTES))
+        return self._known[opaque]
 
     def _read(self, result: Any) -> Any:
         def read(attribute: tuple[int, int]) -> int:
