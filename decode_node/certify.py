@@ -21,7 +21,9 @@ PROBES = 6
 STEPS = 4
 STARTED = 2
 """The number of probes that start in each step after the first while rows move."""
-LONGEST = 1024  # tokens of a sequence under test that is not to be cut
+LONGEST = 1024
+"""The most tokens of a sequence under test that is not to be cut. One probe has them wherever they fit: FlashAttention's
+own heuristic, which is the control, cuts one row into pieces from about 700 tokens on."""
 CUTS = (1, 2)
 """The edges, in pieces, that a probe grows over. Beyond the second one the pieces are more than two."""
 SEED = 20_25
@@ -59,12 +61,13 @@ class Certification:
         self._draw = random.Random(SEED)
         self._names = 0
         room = stepper.num_blocks - 1 - company_blocks
-        cut = self._cut(piece, min(room // 2, room - slots))
-        taken = sum(map(self._blocks_of, cut))
+        long = self._long(piece, min(room // 2, room - slots))
+        taken = sum(map(self._blocks_of, long))
         share = (room - taken) // slots * stepper.block_size
         self._longest = min(LONGEST, stepper.max_model_len - STEPS, share - STEPS)
         self._pool = BlockPool(stepper, taken + slots * self._blocks_of(self._longest), self._draw, SEED)
-        lengths = [*(self._draw.randint(1, self._longest) for _ in range(min(PROBES, slots))), *cut]
+        short = min(PROBES, slots) - (0 if piece else len(long))
+        lengths = [*(self._draw.randint(1, self._longest) for _ in range(short)), *long]
         self._probes = [self._probe(number, length) for number, length in enumerate(lengths)]
         self._tokens = self._prompt(2 * self._longest)
         """The neighbours' prompts are parts of these: it takes long to draw thousands of prompts."""
@@ -107,13 +110,21 @@ class Certification:
         played = (self._play(group, crowd=(rows - len(group)) // part, moving=moving) for group in groups)
         return {name: traces for found in played for name, traces in found.items()}
 
-    def _cut(self, piece: int, room: int) -> list[int]:
-        """Return the lengths of the probes that attention cuts, ascending: those that the model allows and that fit
-        into `room` KV blocks together. In its first step a probe reads one token less than whole pieces."""
+    def _long(self, piece: int, room: int) -> list[int]:
+        """Return the lengths of the probes that have room of their own, ascending: as many as the model allows and fit
+        into `room` KV blocks together.
+
+        Where attention cuts sequences, they lie at the edges of pieces; in its first step a probe reads one token less
+        than whole pieces. Elsewhere it is one: with many slots and little KV, all others may be too short to be cut.
+        """
+        most = self._stepper.max_model_len - STEPS
+        if not piece:
+            length = min(LONGEST, most, room * self._stepper.block_size - STEPS)
+            return [length] if length > 0 else []
         lengths: list[int] = []
-        for length in (edge * piece - 1 for edge in CUTS if piece):
+        for length in (edge * piece - 1 for edge in CUTS):
             room -= self._blocks_of(length)
-            if room >= 0 and length <= self._stepper.max_model_len - STEPS:
+            if room >= 0 and length <= most:
                 lengths.append(length)
         return lengths
 

@@ -39,6 +39,8 @@ class FakeStepper:
     follows from where the step began, and from what its blocks held."""
     is_dead: bool = False
     """Whether other splits in attention change nothing, as with dummy weights."""
+    cut_from: int = 0
+    """The tokens from which on other splits cut a sequence; shorter ones keep their bits."""
     steps: list[list[str]] = field(default_factory=list)
     told: list[int | None] = field(default_factory=list)
     """The number of decode rows beside prompts that each step was given; None: it holds no prompts."""
@@ -98,7 +100,7 @@ class FakeStepper:
         start = sequence.computed
         sequence.computed += count
         sequence.drawn += 1
-        splits = 1 if self.is_dead else self._splits
+        splits = 1 if self.is_dead or sequence.computed < self.cut_from else self._splits
         tokens = (*sequence.prompt, *self._drawn.get(sequence.name, ()))[: sequence.computed]
         own = (tokens, splits) if self.by_position else self._contents(sequence, start, splits)
         first = start // self.block_size

@@ -178,6 +178,13 @@ def test_the_control_sees_other_splits_and_a_dead_one_does_not() -> None:
     assert control(FakeStepper(is_dead=True)) == ""
 
 
+def test_one_row_is_long_enough_for_the_control_where_slots_leave_little_room_for_each() -> None:
+    """With as many slots as here all others are short, and the control cuts none of them."""
+    stepper = FakeStepper(num_blocks=3000, max_model_len=8192, cut_from=700)
+    certification = load("decode_node.certify").Certification(stepper, 256, number_of)
+    assert "attention with other splits: probe-5 differs in step 0" in certification.control()
+
+
 class Worker:
     """A decode worker around a fake stepper: what the test of smaller steps needs of it."""
 
