@@ -1,7 +1,8 @@
 """Runs prompts on stock vLLM, alone and all at once, and prints how many agree bit by bit.
 
-`python -m tests.e2e.stock MODEL [--cases FILE]`. This is the control of the determinism tests: nothing of ours, and on
-a CPU two threads with split-KV on. It must differ; if it did not, those tests would prove nothing on this machine.
+`python -m tests.e2e.stock MODEL [--cases FILE]` prints a JSON line for each set of cases. This is the control of the
+determinism tests: nothing of ours, and on a CPU two threads with split-KV on. It must differ; if it did not, those
+tests would prove nothing on this machine.
 """
 
 from __future__ import annotations
@@ -22,25 +23,37 @@ from corun.node.vllm.start import vllm_distribution
 PROMPTS = 12
 OUTPUT_TOKENS = 24
 BATCH = 32
+FOR_ALL: dict[str, Any] = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
+"""What vLLM's `SamplingParams` is given for every case."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cases:
-    """Prompts that share a seed and parameters."""
+class Case:
+    """A prompt, its seed, and what vLLM's `SamplingParams` is given for it."""
 
-    prompts: list[list[int]]
-    seed: int = 42
-    temperature: float = 0.6
-    max_tokens: int = OUTPUT_TOKENS
+    prompt: list[int]
+    seed: int
+    params: dict[str, Any]
 
-    @classmethod
-    def read(cls, path: Path) -> Cases:
-        return cls(**json.loads(path.read_text()))
 
-    @classmethod
-    def built_in(cls) -> Cases:
-        draw = random.Random(1)
-        return cls(prompts=[[draw.randrange(3, 500) for _ in range(draw.randrange(400, 1200))] for _ in range(PROMPTS)])
+Sets = dict[str, list[Case]]
+"""Cases that run together, by what they show."""
+
+
+def read(path: Path) -> Sets:
+    return {name: [_read(**case) for case in cases] for name, cases in json.loads(path.read_text()).items()}
+
+
+def _read(prompt: list[int], seed: int, params: dict[str, Any]) -> Case:
+    """Return a case as it was before JSON, whose keys are strings."""
+    biases = {"logit_bias": {int(token): bias for token, bias in params.get("logit_bias", {}).items()}}
+    return Case(prompt=prompt, seed=seed, params=params | (biases if "logit_bias" in params else {}))
+
+
+def built_in() -> Sets:
+    draw, params = random.Random(1), {"temperature": 0.6, "max_tokens": OUTPUT_TOKENS}
+    prompts = [[draw.randrange(3, 500) for _ in range(draw.randrange(400, 1200))] for _ in range(PROMPTS)]
+    return {f"{PROMPTS} prompts": [Case(prompt=prompt, seed=42, params=params) for prompt in prompts]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +62,19 @@ class Stock:
 
     model: tyro.conf.Positional[str]
     cases: Path | None = None
-    """Prompts, seed, temperature and max_tokens as JSON; without it, 12 prompts for the tiny model."""
+    """Sets of cases as JSON; without it, 12 prompts for the tiny model."""
     gpu_memory_utilization: float = 0.85
     tensor_parallel_size: int = 1
     max_model_len: int = 8192
 
 
-def outputs(llm: Any, prompts: list[list[int]], params: Any) -> list[bytes]:
-    """Each prompt's token ids and sampled logprobs, as bytes; half of them are tokens."""
+def outputs(llm: Any, cases: list[Case]) -> list[bytes]:
+    """Each case's token ids and sampled logprobs, as bytes; half of them are tokens."""
+    from vllm import SamplingParams
+
+    params = [SamplingParams(**case.params, **FOR_ALL, seed=case.seed) for case in cases]
     found = []
-    for done in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False):
+    for done in llm.generate([{"prompt_token_ids": case.prompt} for case in cases], params, use_tqdm=False):
         tokens = done.outputs[0].token_ids
         logprobs = [entry[token].logprob for entry, token in zip(done.outputs[0].logprobs, tokens, strict=True)]
         found.append(struct.pack(f"<{len(tokens)}I{len(logprobs)}f", *tokens, *logprobs))
@@ -90,39 +106,28 @@ def engine(options: Stock) -> Any:
 
 
 def main(options: Stock) -> None:
-    cases = Cases.built_in() if options.cases is None else Cases.read(options.cases)
+    sets = built_in() if options.cases is None else read(options.cases)
     began = time.monotonic()
     llm = engine(options)
-    ready_s = time.monotonic() - began
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=cases.temperature,
-        seed=cases.seed,
-        max_tokens=cases.max_tokens,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-    )
-    alone = [outputs(llm, [prompt], params)[0] for prompt in cases.prompts]
-    crowd = outputs(llm, cases.prompts, params)
-    pairs = list(zip(alone, crowd, strict=True))
-    result = {
-        "prompts": len(pairs),
-        "equal": sum(a == b for a, b in pairs),
-        "tokens_equal": sum(a[: len(a) // 2] == b[: len(b) // 2] for a, b in pairs),
-        "start_s": round(ready_s, 1),
-    }
-    print(json.dumps(result), flush=True)
+    print(json.dumps({"start_s": round(time.monotonic() - began, 1)}), flush=True)
+    for name, cases in sets.items():
+        began = time.monotonic()
+        alone = [outputs(llm, [case])[0] for case in cases]
+        pairs = list(zip(alone, outputs(llm, cases), strict=True))
+        result = {
+            "set": name,
+            "prompts": len(pairs),
+            "equal": sum(a == b for a, b in pairs),
+            "tokens_equal": sum(a[: len(a) // 2] == b[: len(b) // 2] for a, b in pairs),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        print(json.dumps(result), flush=True)
 
 
-def result_of(output: str) -> dict[str, Any]:
-    """The result among vLLM's own output. Raises ValueError if there is none."""
-    for line in reversed(output.splitlines()):
-        if line.startswith('{"prompts"'):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    raise ValueError("stock vLLM printed no result")
+def results_of(output: str) -> dict[str, dict[str, Any]]:
+    """Return the result of each set, by its name, among vLLM's own output."""
+    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"set"')]
+    return {result.pop("set"): result for result in found}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ STYLES: tuple[dict[str, Any], ...] = (
 )
 PREFIX_LENGTHS = (40, 257, 600, 1000, 2049, 4100, 12_000, 30_000)
 LONG = 8192
+EACH, RAGGED = 4, 32
+"""The numbers of prompts: for each style of sampling, and of ragged lengths."""
 Found = Outcome | dict[str, Any]
 """A result, or facts that were measured."""
 
@@ -66,6 +68,20 @@ class Prompts:
     def paper(self) -> list[Case]:
         """Return the prompts of the paper's Section V-B: 32 prompts, temperature 0.6, one seed, 8 tokens."""
         return [(prompt, params, PAPER_SEED) for prompt, params, _ in self.cases(32, 64, 512, 0, **PAPER)]
+
+    def styles(self, each: int) -> list[Case]:
+        """Return so many prompts for each style of sampling."""
+        styles = [{"temperature": 1.0, **style} for style in STYLES]
+        return [case for i, style in enumerate(styles) for case in self.cases(each, 16, 700, 50 + i, **style)]
+
+    def edges(self, chunk: int, buckets: Sequence[int]) -> list[Case]:
+        """Return a prompt of every length around which a step changes its shape: buckets, chunks, KV blocks."""
+        draw, params = random.Random(3), sampling(max_tokens=16)
+        lengths = edge_lengths(chunk, buckets, self.model_len - 16)
+        return [(self.draw(length, draw), params, draw.randrange(2**63)) for length in lengths]
+
+    def ragged(self, count: int) -> list[Case]:
+        return self.cases(count, 1, 4096, 11)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,20 +165,14 @@ def verify_conditions(bench: Bench) -> Iterator[Found]:
 
 
 def mixed(bench: Bench) -> Iterator[Found]:
-    each = bench.count(4)
-    styles = [{"temperature": 1.0, **style} for style in STYLES]
-    made = [case for i, style in enumerate(styles) for case in bench.cases(each, 16, 700, 50 + i, **style)]
+    made = bench.prompts.styles(bench.count(EACH))
     yield bench.compare("greedy, seeded, filtered, penalised, biased mixed", made, len(made))
 
 
 def edges(bench: Bench) -> Iterator[Found]:
-    """Check prompts of every length around which a step changes its shape: buckets, chunks, KV blocks."""
     prefill = next(one.node for one in bench.status.nodes if one.node.role is NodeRole.PREFILL)
     part: dict[str, Any] = json.loads(prefill.contract_json)["prefill"]
-    lengths = edge_lengths(part["chunk_size"], part["buckets"], bench.prompts.model_len - 16)
-    draw = random.Random(3)
-    params = sampling(max_tokens=16)
-    made = [(bench.prompts.draw(length, draw), params, draw.randrange(2**63)) for length in lengths]
+    made = bench.prompts.edges(part["chunk_size"], part["buckets"])
     yield bench.compare(f"{len(made)} lengths around bucket and chunk edges", made, len(made))
 
 
@@ -173,7 +183,7 @@ def edge_lengths(chunk: int, buckets: Sequence[int], longest: int) -> list[int]:
 
 
 def ragged(bench: Bench) -> Iterator[Found]:
-    made = bench.cases(bench.count(32), 1, 4096, 11)
+    made = bench.prompts.ragged(bench.count(RAGGED))
     yield bench.compare("ragged lengths of 1 to 4096", made, len(made))
 
 

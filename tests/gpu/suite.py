@@ -25,18 +25,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from corun import Client, ClusterStatus
+from corun import Client, ClusterStatus, SamplingParams
 from corun.processes import descendants, end_tree
 from corun_bench import conditions
 from corun_bench.nodes import has_gpu
-from tests.e2e.stock import result_of
-from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Found, Prompts
+from tests.e2e.stock import FOR_ALL, results_of
+from tests.gpu.checks import BY_NAME, CHECKS, EACH, RAGGED, Bench, Case, Check, Found, Prompts
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
 from tests.nodes import Nodes, Topology, running
@@ -53,7 +53,7 @@ LOG_LINES = re.compile(
 )
 MAX_LOG_LINES = 60
 MAX_LINE = 300
-CONTROL = "stock vLLM: the paper's prompts alone, in a batch of 32"
+CONTROL = "stock vLLM: {}, alone and all at once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Suite:
     skip: tuple[Literal[tuple(BY_NAME)], ...] = ()  # type: ignore[valid-type]
     """Checks not to run."""
     stock: Literal["after", "before", "off"] = "after"
-    """When stock vLLM runs the paper's prompts, as the control, which must differ."""
-    stock_limit_s: float = 150.0
+    """When stock vLLM runs the prompts of some checks, as the control, which must differ."""
+    stock_limit_s: float = 200.0
     """The limit for stock vLLM to start and run."""
     time_limit_s: float = 560.0
     """The limit for everything; checks that would not fit any more are skipped."""
@@ -162,19 +162,17 @@ class Run:
             client.close()
 
     def control(self) -> None:
-        """Run stock vLLM in a process of its own, on the same prompts."""
+        """Run stock vLLM in a process of its own, on the prompts of some checks."""
         limit = min(self.left_s - 5.0, self.options.stock_limit_s)
-        began = time.monotonic()
-        if limit < LEAST_S:
-            self.report.add(Outcome(name=CONTROL, must_differ=True, skipped="no time left"))
-            return
-        try:
-            found = self._stock(limit)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            found = {"prompts": 0, "equal": 0, "error": f"{type(error).__name__}: {error}"}
-        shared = {"total": found.pop("prompts"), "equal": found.pop("equal"), "error": found.pop("error", "")}
-        seconds = time.monotonic() - began
-        self.report.add(Outcome(name=CONTROL, must_differ=True, **shared, seconds=seconds, detail=found))
+        sets = stock_sets(self.options.topology)
+        found, error, skipped = dict[str, dict[str, Any]](), "", "no time left" if limit < LEAST_S else ""
+        if not skipped:
+            found, error = self._stock(sets, limit)
+        for name in sets:
+            detail = found.get(name, {})
+            shared = {"total": detail.pop("prompts", 0), "equal": detail.pop("equal", 0), "skipped": skipped}
+            shared |= {"seconds": detail.pop("seconds", 0.0), "error": "" if name in found else error}
+            self.report.add(Outcome(name=CONTROL.format(name), must_differ=True, **shared, detail=detail))
 
     @property
     def _reserve_s(self) -> float:
@@ -204,17 +202,12 @@ class Run:
         self._memory[moment] = conditions.gpu_memory({} if nodes is None else nodes.processes.owners())
         self.report.keep(gpu_memory=self._memory)
 
-    def _stock(self, limit_s: float) -> dict[str, Any]:
-        """Run stock vLLM and return its result; leave no process.
-
-        Raises TimeoutExpired, or ValueError with the end of its log.
-        """
+    def _stock(self, sets: dict[str, list[Case]], limit_s: float) -> tuple[dict[str, dict[str, Any]], str]:
+        """Run stock vLLM and return its results by set, and why some are missing; leave no process."""
         topology, log = self.options.topology, self.options.logs / "stock.log"
         self.options.logs.mkdir(parents=True, exist_ok=True)
-        config = json.loads((Path(topology.model) / "config.json").read_text())  # There is no cluster to ask.
-        paper = Prompts(vocab=config["vocab_size"], model_len=topology.max_model_len).paper()
-        cases = self.options.logs / "paper.json"
-        cases.write_text(json.dumps({"prompts": [prompt for prompt, _, _ in paper], "seed": PAPER_SEED, **PAPER}))
+        cases = self.options.logs / "cases.json"
+        cases.write_text(json.dumps({name: [for_stock(*case) for case in made] for name, made in sets.items()}))
         flags = ["--cases", str(cases), "--max-model-len", str(topology.max_model_len)]
         flags += ["--tensor-parallel-size", str(topology.tensor_parallel_size)]
         gpus = topology.nodes[-1].gpus
@@ -222,17 +215,34 @@ class Run:
         with log.open("wb") as sink:
             command = [sys.executable, "-m", "tests.e2e.stock", topology.model, *flags]
             process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink)
+        code: int | str
         try:
             code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = "its time"
         finally:
             tree = descendants(process.pid)
             process.kill()
             process.wait()
             end_tree(tree, step_s=1.0)
         text = log.read_text(errors="replace")
-        if code:
-            raise ValueError(f"it ended with {code}: {text[-1500:]}")
-        return result_of(text)
+        return results_of(text), f"it ended with {code}: {text[-1500:]}"
+
+
+def stock_sets(topology: Topology) -> dict[str, list[Case]]:
+    """Return the prompts that stock vLLM runs, by the name of the check that runs them on the cluster."""
+    config = json.loads((Path(topology.model) / "config.json").read_text())  # There is no cluster to ask.
+    prompts = Prompts(vocab=config["vocab_size"], model_len=topology.max_model_len)
+    edges = prompts.edges(topology.chunk_size, ())
+    return {"paper": prompts.paper(), "mixed": prompts.styles(EACH), "edges": edges, "ragged": prompts.ragged(RAGGED)}
+
+
+def for_stock(prompt: list[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Return a case as stock vLLM's runner reads it."""
+    both = ((field.name, getattr(params, field.name), field.default) for field in fields(params))
+    given = {name: value for name, value, default in both if value != default and name not in FOR_ALL}
+    biases = {"logit_bias": dict(params.logit_bias)} if params.logit_bias else {}
+    return {"prompt": prompt, "seed": seed, "params": given | biases}
 
 
 def contracts(status: ClusterStatus) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from corun.errors import CorunError, UnavailableError
 from corun.types import NodeState
 from corun_bench import nodes
 from corun_bench.children import Processes
-from tests.e2e.stock import result_of
-from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths, sampling
+from tests.e2e.stock import read, results_of
+from tests.gpu.checks import STYLES, Bench, Check, Found, Prompts, edge_lengths, sampling
 from tests.gpu.handoff import pairs
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
 from tests.gpu.start import BEFORE, Watch
-from tests.gpu.suite import Run, Suite, log_lines
+from tests.gpu.suite import Run, Suite, for_stock, log_lines, stock_sets
 from tests.nodes import CONFIGS, FREEDOMS, Nodes, Topology
 
 
@@ -256,7 +256,23 @@ def test_pairs_that_are_measured() -> None:
     assert {pair.visible for pair in pairs(2)} == {("0", "0"), ("0", "1"), ("0,1", "0,1")}
 
 
-def test_result_of_stock_is_found_among_its_log() -> None:
-    assert result_of('INFO x\n{"prompts": 2, "equal": 1}\nbye\n') == {"prompts": 2, "equal": 1}
-    with pytest.raises(ValueError, match="no result"):
-        result_of("INFO x\n")
+def test_results_of_stock_are_found_among_its_log() -> None:
+    log = 'INFO x\n{"start_s": 2.0}\n{"set": "paper", "prompts": 2, "equal": 1}\nbye\n'
+    assert results_of(log) == {"paper": {"prompts": 2, "equal": 1}}
+    assert results_of("INFO x\n") == {}
+
+
+def test_stock_vllm_gets_the_prompts_of_checks(tmp_path: Path) -> None:
+    """With all that is asked of a style; it reads them from a file."""
+    sets = stock_sets(Topology(model="tiny"))
+    assert list(sets) == ["paper", "mixed", "edges", "ragged"]
+    (tmp_path / "cases.json").write_text(
+        json.dumps({name: [for_stock(*case) for case in made] for name, made in sets.items()})
+    )
+    found = read(tmp_path / "cases.json")
+    assert [len(cases) for cases in found.values()] == [len(cases) for cases in sets.values()]
+    asked = {key for case in found["mixed"] for key in case.params}
+    assert asked == {"temperature", "max_tokens"} | {key for style in STYLES for key in style}
+    params = [case.params for case in found["mixed"]]
+    assert {"min_p": 0.05, "max_tokens": 32} in params
+    assert {"logit_bias": {40: 4.0}, "max_tokens": 32} in params
