@@ -22,8 +22,8 @@ STEPS = 4
 STARTED = 2
 """The number of probes that start in each step after the first while rows move."""
 LONGEST = 1024
-"""The most tokens of a sequence under test that is not to be cut. One probe has them wherever they fit: FlashAttention's
-own heuristic, which is the control, cuts one row into pieces from about 700 tokens on."""
+"""The most tokens of a sequence under test that is not to be cut. One probe has them wherever they fit: FlashAttention
+by its own heuristic, which is the control, cuts one row into pieces from about 700 tokens on."""
 CUTS = (1, 2)
 """The edges, in pieces, that a probe grows over. Beyond the second one the pieces are more than two."""
 SEED = 20_25
