@@ -146,6 +146,9 @@ class Freedom(str, enum.Enum):
     """Decode steps may have fewer rows than there are slots."""
     PACKED = "packed"
     """A prefill step may hold chunks of several prompts."""
+    CONTEXTS = "contexts"
+    """Prompts with a context, of which a part was computed or cached before, may share a step, too. It is part of
+    `packed`: a node names it only if it holds `packed` without it."""
     CHUNKS = "chunks"
     """A prompt may be cut into chunks anywhere."""
     MIXED = "mixed"

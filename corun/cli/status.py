@@ -146,6 +146,7 @@ def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
 FREEDOMS = {
     Freedom.ROWS.value: "smaller steps",
     Freedom.PACKED.value: "several prompts in a step",
+    Freedom.CONTEXTS.value: "prompts with a context in a step with others",
     Freedom.CHUNKS.value: "prompts cut anywhere",
     Freedom.MIXED.value: "prompts beside outputs in a step",
     Freedom.SCORES.value: "scores with the bits of outputs",

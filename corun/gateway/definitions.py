@@ -165,6 +165,7 @@ DEFINITIONS = {
 FREEDOMS = {
     "rows": "smaller steps",
     "packed": "packed prompts",
+    "contexts": "packed contexts",
     "chunks": "free chunks",
     "mixed": "mixed steps",
     "scores": "exact scores",

@@ -16,7 +16,7 @@ from corun.config.fields import PrefillConfig
 from corun.models.files import cache
 from corun.node import kept
 from corun.node.life import Life
-from corun.node.vllm import start
+from corun.node.vllm import start, structure
 from corun.types import Freedom
 from tests.node.test_certificate import EVIDENCE
 
@@ -34,9 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Llm:
     """The one worker of an engine on a GPU."""
 
-    def __init__(self, device: str = "GPU-1") -> None:
+    def __init__(self, device: str = "GPU-1", uses_mla: bool = False) -> None:
         self.device = device
         self.tests = 0
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(use_mla=uses_mla))
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "device_id":
@@ -151,6 +152,21 @@ async def test_what_is_kept_gives_the_certificate_of_the_test() -> None:
     tested, kept_one = [await start.certify_freedoms(Llm(), UNTESTED, DECIDED_BY) for _ in range(2)]
     assert tested == kept_one
     assert tested[0].digest == kept_one[0].digest
+
+
+async def test_a_certificate_says_that_contexts_of_mla_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only beside `packed`, and only with MLA: all other certificates, and what is kept, are as without it."""
+    (plain, kept_plain), (mla, kept_mla) = [
+        await start.certify_freedoms(Llm(uses_mla=uses_mla), UNTESTED, DECIDED_BY) for uses_mla in (False, True)
+    ]
+    assert kept_mla == kept_plain
+    assert mla.freedoms == (*plain.freedoms, structure.CONTEXTS_ALONE)
+    assert [one.name for one in plain.freedoms] == ["packed", "chunks"]
+    assert mla.held == plain.held == {"packed"}
+    assert mla.digest != plain.digest
+    monkeypatch.setitem(FOUND[0], "refused", {"packed": "a bit", "chunks": ""})
+    found, _ = await start.certify_freedoms(Llm(uses_mla=True), UNTESTED, None)
+    assert [one.name for one in found.freedoms] == ["packed", "chunks"]
 
 
 async def test_a_cache_that_cannot_be_written_costs_a_test(folder: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node import kept, scratch
 from corun.node.certificate import Certificate
-from corun.node.vllm import fork_server, pin
+from corun.node.vllm import fork_server, pin, structure
 from corun.observe import stages
 from corun.processes import cpu_seconds
 from corun.rpc.ports import reserve
@@ -471,6 +471,8 @@ async def certify_freedoms(
             if file is not None:
                 kept.save(file, ranks)
     certificate = Certificate.of_ranks(untested, ranks)
+    if Freedom.PACKED in certificate.held and not structure.packs_contexts(llm.vllm_config):
+        certificate = replace(certificate, freedoms=(*certificate.freedoms, structure.CONTEXTS_ALONE))
     log.info("certificate: %s", certificate)
     return certificate, ranks
 

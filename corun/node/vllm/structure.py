@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from corun.types import Freedom
+from corun.types import Freedom, FreedomStatus
 
 HEAD_SIZES = (128, 256)
 """The head sizes for which FlashAttention 3 has key tiles of one length for every query length (hopper/tile_size.h).
 With 64, tiles are 128 or 192 keys long, by the longest query of the step."""
+CONTEXTS_ALONE = FreedomStatus(
+    name=Freedom.CONTEXTS.value,
+    refused="each runs alone, since beside others vLLM's MLA may leave out what was computed or cached before",
+)
+"""What a certificate of `packed` says where contexts must not be packed (`packs_contexts`)."""
 GATE, ONE_KERNEL = "GateLinear", "OneKernelGate"
 """vLLM's router layer, which has other kernels for few rows, and the one in its place (corun/node/vllm/gate.py)."""
 

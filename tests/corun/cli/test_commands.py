@@ -296,12 +296,14 @@ def test_status_says_what_nodes_may_do_and_why_not_the_rest(corun: Any, fake: Fa
     prefill, decode = fake.status.nodes
     cut = FreedomStatus(name="chunks", refused="a prompt of 129 tokens, cut into pieces of 1, differs")
     one = replace(prefill.node, freedoms=(FreedomStatus(name="packed"), cut))
-    two = replace(one, ref=replace(one.ref, node_id="prefill-9"))
+    alone = FreedomStatus(name="contexts", refused="each runs alone")  # A limit of `packed`, beside it.
+    two = replace(one, ref=replace(one.ref, node_id="prefill-9"), freedoms=(*one.freedoms, alone))
     later = replace(decode.node, freedoms=(FreedomStatus(name="rows"), FreedomStatus(name="newer", refused="why")))
     nodes = [replace(prefill, node=one), replace(prefill, node=two), replace(decode, node=later)]
     fake.status = replace(fake.status, nodes=tuple(nodes))
     lines = [line.rstrip() for line in corun("status").out.splitlines()]
     assert f"no prompts cut anywhere on {one.ref.node_id}, prefill-9: {cut.refused}" in " ".join(lines)
+    assert "no prompts with a context in a step with others on prefill-9: each runs alone" in lines
     assert f"no newer on {later.ref.node_id}: why" in lines
     assert [sum(f"+{name}" in line for line in lines) for name in ("packed", "rows", "chunks")] == [2, 1, 0]
     known = json.loads(corun("status", "--json").out)["nodes"][0]["node"]["freedoms"]
