@@ -154,16 +154,21 @@ FREEDOMS = {
 """What a freedom is, for people. One of a later version is shown by its name."""
 
 
+WITHOUT = "Nodes do without what follows. Outputs have the same bits, at a lower speed:"
+
+
 def _refusals(nodes: tuple[NodeStatus, ...]) -> Text:
-    """Return a line for every reason why nodes compute in the contract's own form, which is slower and gives the same
-    bits. Nodes with the same reason share a line."""
+    """Return a line for every freedom that nodes do without, with the reason, below what this means for a user.
+
+    Nodes with the same reason share a line. A node that is not in use says why in its state.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for status in nodes:
         for one in status.node.freedoms:
-            if one.refused and status.state is not NodeState.LOST:
+            if one.refused and status.state not in (NodeState.LOST, NodeState.REFUSED):
                 found.setdefault((one.name, one.refused), []).append(status.node.ref.node_id)
     lines = [f"no {FREEDOMS.get(name, name)} on {', '.join(ids)}: {why}" for (name, why), ids in found.items()]
-    return Text("\n" + "\n".join(lines) if lines else "", "dim")
+    return Text.assemble(f"\n{WITHOUT}\n", ("\n".join(lines), "dim")) if lines else Text()
 
 
 def _node_table(cluster: ClusterStatus) -> Table:

@@ -33,7 +33,7 @@ SWITCHES = {
 Both that need rows and prompts in one engine have one setting."""
 ONE_CUT = (Freedom.MIXED, Freedom.SCORES)
 """The freedoms of nodes whose attention cuts no rows, as it cuts no prompts."""
-VOID = "the certificate is void: sums in another order gave the same bits, so this test would notice nothing"
+VOID = "the test of it would notice nothing here: sums in another order gave the same bits, too"
 
 
 def untested(config: NodeConfig, role: NodeRole, finding: str) -> dict[Freedom, str]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from corun import __version__
 from corun.cli import COMMANDS, main
 from corun.cli.generate import for_terminal
-from corun.cli.status import picture
+from corun.cli.status import WITHOUT, picture
 from corun.contract import CONTRACT_VERSION
 from corun.errors import (
     ContractMismatchError,
@@ -305,9 +305,26 @@ def test_status_says_what_nodes_may_do_and_why_not_the_rest(corun: Any, fake: Fa
     assert f"no prompts cut anywhere on {one.ref.node_id}, prefill-9: {cut.refused}" in " ".join(lines)
     assert "no prompts with a context in a step with others on prefill-9: each runs alone" in lines
     assert f"no newer on {later.ref.node_id}: why" in lines
+    assert lines[lines.index(WITHOUT) + 1].startswith("no ")
     assert [sum(f"+{name}" in line for line in lines) for name in ("packed", "rows", "chunks")] == [2, 1, 0]
     known = json.loads(corun("status", "--json").out)["nodes"][0]["node"]["freedoms"]
     assert known == [{"name": "packed", "refused": ""}, {"name": "chunks", "refused": cut.refused}]
+
+
+@pytest.mark.parametrize("state", [NodeState.REFUSED, NodeState.LOST])
+def test_status_says_of_no_node_that_is_not_used_that_it_is_only_slower(
+    corun: Any, fake: FakeRouter, state: NodeState
+) -> None:
+    """Why it is not used is in its state."""
+    prefill, decode = fake.status.nodes
+    node = replace(decode.node, freedoms=(FreedomStatus(name="rows", refused="the self-test failed"),))
+    fake.status = replace(fake.status, nodes=(prefill, replace(decode, node=node)))
+    assert WITHOUT in corun("status").out
+    fake.status = replace(fake.status, nodes=(prefill, replace(decode, node=node, state=state, detail="moved")))
+    out = corun("status").out
+    assert f"{state.value}: moved" in out
+    assert WITHOUT not in out
+    assert "smaller steps" not in out
 
 
 def test_status_shows_the_sides_of_a_colocated_node_next_to_each_other(corun: Any, fake: FakeRouter) -> None:
