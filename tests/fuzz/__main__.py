@@ -33,10 +33,12 @@ class Options:
     """Real engines only: how long the assaults go on."""
     model: str = "tiny"
     """Real engines only: directory of a checkpoint, or the built-in one."""
+    nodes: Literal["pair", "colocated"] = "pair"
+    """Real engines only: a prefill and a decode node, or one node that is both."""
     slots: int = 8
-    """Real engines only: slots of the decode node."""
+    """Real engines only: slots of the node that decodes."""
     gpu: int = 0
-    """Real engines only: the GPU of both nodes, if there are GPUs."""
+    """Real engines only: the GPU of all nodes, if there are GPUs."""
     gpu_memory_utilization: float = 0.0
     """Real engines only: the share of the GPU's memory that each engine takes; 0: equal shares of 0.84."""
     threads: int = 1
@@ -84,11 +86,12 @@ async def run_cases(options: Options) -> dict[str, Any]:
 
 
 async def run_siege(options: Options) -> dict[str, Any]:
-    gpus = (options.gpu,)
+    gpus, is_pair = (options.gpu,), options.nodes == "pair"
     topology = Topology(
         model=options.model,
-        prefill_gpus=gpus,
-        decode_gpus=gpus,
+        prefill_gpus=gpus if is_pair else (),
+        decode_gpus=gpus if is_pair else (),
+        colocated_gpus=() if is_pair else gpus,
         gpu_memory_utilization=options.gpu_memory_utilization,
         threads=options.threads,
         slots=options.slots,
