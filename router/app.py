@@ -66,7 +66,9 @@ class Router:
         self.registry.watch(self.idle.give_way)
         self.registry.subscribe(self.idle.review)
         self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
-        self.metrics = RouterMetrics(self.router_id, self.registry, self.queue, self.targets, self.auditor.status)
+        self.metrics = RouterMetrics(
+            self.router_id, self.registry, self.queue, self.targets.flexing, self.auditor.status
+        )
         self.observation.metrics.show(self.metrics)
         # If the file of client tokens cannot be used or has none, the previous ones stay.
         client_tokens = Renewed((config.client_tokens_file,), config.client_tokens).current

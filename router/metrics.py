@@ -12,9 +12,9 @@ from corun import __version__
 from corun.errors import CorunError, kind_of
 from corun.observe.metrics import STEPS_S, Metrics, Values
 from corun.types import AuditStatus, NodeRole, NodeState, NodeStatus
+from router.flexing import Flexing
 from router.nodes.registry import Registry
 from router.queue import SampleQueue
-from router.targets import Targets
 
 REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
 """The kinds of errors that refuse a request, in this form or at this time. All other errors count as failures."""
@@ -41,7 +41,7 @@ class RouterMetrics(Metrics):
         router_id: str,
         registry: Registry,
         queue: SampleQueue,
-        targets: Targets,
+        flexing: Flexing,
         audit: Callable[[], AuditStatus],
     ) -> None:
         super().__init__("corun_router_")
@@ -50,9 +50,9 @@ class RouterMetrics(Metrics):
         text = (
             "Seconds that a prompt which comes now should wait for its computation; 0 without a target for first tokens"
         )
-        self.gauge("expected_first_token_seconds", text).set_function(lambda: targets.wait_s)
+        self.gauge("expected_first_token_seconds", text).set_function(lambda: flexing.wait_s)
         text = "Colocated nodes that take prompts only, under a target for first tokens"
-        self.gauge("prompts_only_nodes", text).set_function(lambda: targets.num_prompts_only)
+        self.gauge("prompts_only_nodes", text).set_function(lambda: flexing.num_prompts_only)
 
     @contextmanager
     def request(self) -> Iterator[Ending]:

@@ -85,7 +85,7 @@ RULES = {
         ("corun_bench/simulation.py",), ("asyncio", "time", "random", "corun_bench.rates", "corun_bench.plan")
     ),
     "capacity, order and draws know no wire": Rule(
-        ("decode_node/slots.py", "decode_node/sampling.py", "router/placement.py"),
+        ("decode_node/slots.py", "decode_node/sampling.py", "router/placement.py", "router/flexing.py"),
         ("grpc", "asyncio", "corun.rpc", "corun.v1", "vllm"),
     ),
 }
