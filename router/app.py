@@ -59,7 +59,7 @@ class Router:
         self.registry = Registry(config, _process_id(self.router_id), access)
         self.queue = SampleQueue(self.registry, config)
         self.targets = Targets(self.registry, self.queue, config)
-        self.registry.subscribe(self.targets.review_soon)  # It comes before the queue, which sees what it changes.
+        self.registry.subscribe(self.targets.review_soon)
         self.registry.subscribe(self.queue.pump_soon)
         self.idle = IdleRuns(self.registry, self.queue, config)
         self.auditor = Auditor(self.registry, self.idle, config)

@@ -17,10 +17,10 @@ from corun.types import NodeLoad
 from router.placement import DecodeRoom, Need, PrefillRoom, least_used
 
 DWELL_S = 5.0
-"""The shortest time between two changes of what nodes take, in seconds.
+"""The shortest time between two changes of what nodes take, in seconds, unless samples wait for nodes that decode.
 
 A node that takes prompts only still decodes the samples that it has. So a change shows its whole effect only after some
-seconds, and the next one before that would go too far.
+seconds, and the next one before that would go too far. But a node that decodes again has slots at once.
 """
 RATE_S = 2.0
 """The least number of seconds over which a rate is measured: nodes count a prompt's tokens when it is done."""
@@ -119,12 +119,16 @@ class Flexing:
         if not self._first_token_s:
             return []
         rooms = {node.node_id: node.room for node in decodes}
-        per_s = sum(self._rate(node, node.load.tokens, is_busy=node.load.queued_prompt_tokens > 0) for node in prefills)
+        rates = [self._rate(node, node.load.tokens, is_busy=node.load.queued_prompt_tokens > 0) for node in prefills]
+        known = [rate for rate in rates if rate]
+        per_s = sum(known) / len(known) * len(rates) if known else 0.0  # A node without a rate counts as their mean.
         backlogs = [node.room for node in prefills]
         self.wait_s = first_token_wait_s(head, waiting_tokens, rooms.values(), backlogs, per_s)
         changing: list[D] = []
         if lacks_decode(rooms.values()):  # Another node has gone: this cannot wait.
             changing = [node for node in decodes if node.room.prompts_only]
+        elif waits_for_decode(head, rooms.values()):  # So more prefill is no help, and more decode is one at once.
+            changing = [node for node in decodes if node.room.prompts_only][:1]
         elif now - self._changed_at >= DWELL_S:
             name = choose_flexing(self.wait_s, self._first_token_s, rooms, [node.node_id for node, _ in colocated])
             changing = [node for node in decodes if node.node_id == name]
@@ -138,7 +142,8 @@ class Flexing:
         for decode, prefill in colocated:
             is_busy = decode.load.used_slots > 0 and prefill.load.queued_prompt_tokens > 0
             per_s = self._rate(decode, decode.load.steps, is_busy=is_busy)
-            prefill.room.is_slow = 0 < per_s * self._token_s < 1
+            # A node without rows holds none up, and is not measured again while it has none.
+            prefill.room.is_slow = decode.load.used_slots > 0 and 0 < per_s * self._token_s < 1
 
     def _rate(self, node: Reporting, count: int, *, is_busy: bool) -> float:
         """Measure a node again, and return its rate per second; 0 if it is not known yet."""
@@ -162,10 +167,15 @@ def first_token_wait_s(
     """
     prefills = list(prefills)
     tokens = sum(room.queued_tokens for room in prefills)
-    decodes_may = head is not None and (head.is_score or any(room.may_ask(head) for room in decodes))
-    if head and decodes_may and not any(room.has_room(head.num_prompt, head.kv_key) for room in prefills):
+    is_behind = head is not None and not waits_for_decode(head, decodes)
+    if head and is_behind and not any(room.has_room(head.num_prompt, head.kv_key) for room in prefills):
         tokens += waiting_tokens
     return tokens / tokens_per_s if tokens_per_s else 0.0
+
+
+def waits_for_decode(head: Need | None, decodes: Iterable[DecodeRoom]) -> bool:
+    """Return whether the first sample in line, if there is any, waits for room to decode it."""
+    return head is not None and not head.is_score and not any(room.may_ask(head) for room in decodes)
 
 
 def choose_flexing(

@@ -299,6 +299,12 @@ class SampleQueue:
         if self._pumping is None:
             self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
 
+    def settle(self) -> None:
+        """Do at once what `pump_soon` has promised, if anything."""
+        if self._pumping is not None:
+            self._pumping.cancel()
+            self._pump_now()
+
     def _pump_now(self) -> None:
         self._pumping = None
         self.pump()

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Targets:
-    """The targets of one router. `review_soon` has to be called when the registry changes, before `pump_soon` of the
-    queue."""
+    """The targets of one router. `review_soon` has to be called when the registry changes."""
 
     def __init__(self, registry: Registry, queue: SampleQueue, config: RouterConfig) -> None:
         self.flexing = Flexing(ttft_target_ms=config.ttft_target_ms, tpot_target_ms=config.tpot_target_ms)
@@ -35,8 +34,10 @@ class Targets:
     def review(self) -> None:
         """Look at what the nodes have reported, and change what they take if a target asks for it."""
         self._reviewing = None
+        self._queue.settle()  # What is first there afterwards waits for something, which tells what is lacking.
         head = self._queue.head.need if self._queue.head else None
         now = self._registry.clock.time()
         for node in self.flexing.review(*self._registry.in_use(), head, self._queue.tokens_to_compute, now):
+            self._queue.pump_soon()
             what = "prompts only" if node.room.prompts_only else "samples to decode again"
             log.info("%s takes %s: first tokens would come after %.1f s", node.info.ref, what, self.flexing.wait_s)

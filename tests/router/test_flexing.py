@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
 from corun.types import NodeLoad
-from router.flexing import Rate, choose_flexing, first_token_wait_s, lacks_decode
-from router.placement import DecodeRoom, choose_pair
+from router.flexing import Flexing, Rate, choose_flexing, first_token_wait_s, lacks_decode
+from router.placement import DecodeRoom, PrefillRoom, choose_pair
 from tests.router.test_placement import NEED, always, decode, prefill
 
 
@@ -79,3 +82,64 @@ def test_a_slow_node_gets_prompts_last_but_gets_them() -> None:
     assert choose_pair(NEED.again("q"), one, dict([slow, other]), always) == ("d", "p")
     other[1].take(1)
     assert choose_pair(NEED, one, dict([slow, other]), always) == ("d", "p")
+
+
+R = TypeVar("R", PrefillRoom, DecodeRoom)
+
+
+@dataclass(eq=False)
+class Node(Generic[R]):
+    """A node that reports what a test says."""
+
+    node_id: str
+    room: R
+    load: NodeLoad = field(default_factory=NodeLoad)
+    heard_at: float = 0.0
+
+    def report(self, now: float, load: NodeLoad) -> None:
+        self.load, self.heard_at = load, now
+
+
+def test_a_node_whose_rate_is_not_known_yet_counts_as_the_mean_of_the_others() -> None:
+    """Otherwise the first node that is measured would have to compute what all have, and nodes would flex for that."""
+    flexing = Flexing(ttft_target_ms=1000, tpot_target_ms=0)
+    nodes = [Node(*prefill(name, queued=100)) for name in "pqrs"]
+    decodes = [Node(*decode("d"))]
+    for now in range(5):
+        nodes[0].report(now, NodeLoad(queued_prompt_tokens=100, tokens=1000 * now))
+        flexing.review(decodes, nodes, None, 0, now)
+    assert flexing.wait_s == 0.1, "400 tokens at four nodes, of which one was seen to compute 1000 a second"
+
+
+def test_while_samples_wait_for_a_decode_node_none_takes_prompts_only() -> None:
+    """A cluster with more requests than it can decode would else give decode nodes away, and wait to take them back."""
+    flexing = Flexing(ttft_target_ms=1000, tpot_target_ms=0)
+    prefills = [Node(*prefill(name, queued=100, engine=name)) for name in "ab"]
+    decodes = [Node(f"{name}-decode", decode(name, engine=name)[1]) for name in "ab"]
+    full, room = decodes[1].room, decodes[0].room
+    for now in range(5):
+        prefills[0].report(now, NodeLoad(queued_prompt_tokens=100, tokens=10 * now))
+        flexing.review(decodes, prefills, None, 0, now)
+    assert (flexing.wait_s, room.prompts_only, full.prompts_only) == (10, True, False), "control: prompts wait"
+    while full.has_room(NEED):
+        full.take(NEED)
+    assert flexing.review(decodes, prefills, None, 0, 5) == [], "nobody waits for it, and the last change was just now"
+    assert flexing.review(decodes, prefills, NEED, 0, 5) == decodes[:1]
+    while room.has_room(NEED):
+        room.take(NEED)
+    assert flexing.review(decodes, prefills, NEED, 0, 60) == []
+    assert flexing.review(decodes, prefills, None, 0, 60) != [], "control"
+
+
+def test_a_node_without_rows_is_not_slow_whatever_was_measured_before() -> None:
+    """It would get prompts last, and so would never be measured again, while it takes prompts only."""
+    flexing = Flexing(ttft_target_ms=0, tpot_target_ms=50)
+    decodes, prefills = [Node(*decode("d", engine="e"))], [Node(*prefill("p", engine="e"))]
+    for now in range(5):
+        prefills[0].report(now, NodeLoad(queued_prompt_tokens=100))
+        decodes[0].report(now, NodeLoad(used_slots=1, steps=10 * now))
+        flexing.review(decodes, prefills, None, 0, now)
+    assert prefills[0].room.is_slow
+    decodes[0].report(5, NodeLoad(used_slots=0, steps=40))
+    flexing.review(decodes, prefills, None, 0, 5)
+    assert not prefills[0].room.is_slow

@@ -15,6 +15,7 @@ from corun.types import NodeInfo, NodeLoad, NodeRole, NodeState
 from router import flexing
 from router.flexing import DWELL_S
 from router.nodes.registry import Registry
+from router.placement import Need
 from router.targets import Targets
 from tests.clusters import cluster, generate
 from tests.router.asking import PARAMS, PROMPT, right
@@ -29,6 +30,11 @@ class Line:
 
     def __init__(self, tokens_to_compute: int = 0) -> None:
         self.tokens_to_compute = tokens_to_compute
+
+    def pump_soon(self) -> None:
+        """Place nothing."""
+
+    settle = pump_soon
 
     @property
     def head(self) -> Any:
@@ -137,6 +143,14 @@ async def test_a_router_flexes_while_its_queue_waits_for_prefill_and_no_longer(
             await add_colocated(fake, name)
             fake.node(f"{name}-prefill").engine.delay_s = 0.02
         has_flexed = asyncio.Event()
+        review, too_early = fake.router.targets.flexing.review, []
+
+        def watched(decodes: Any, prefills: Any, head: Need | None, *others: Any) -> Any:
+            fits = head and any(node.room.has_room(head.num_prompt, head.kv_key) for node in prefills)
+            too_early.append(fits and any(node.room.may_ask(head) for node in decodes))
+            return review(decodes, prefills, head, *others)
+
+        monkeypatch.setattr(fake.router.targets.flexing, "review", watched)
 
         async def ask(number: int) -> None:
             """Ask again until a node has flexed: on a busy machine its heartbeats may be late."""
@@ -152,6 +166,8 @@ async def test_a_router_flexes_while_its_queue_waits_for_prefill_and_no_longer(
         await asyncio.gather(*runs)
         await fake.until(lambda: not fake.router.targets.flexing.num_prompts_only)
         assert (fake.detail("c0-decode"), fake.detail("c1-decode")) == ("", "")
+        assert too_early
+        assert not any(too_early), "what can be placed has been placed before a router asks what the next one waits for"
 
 
 async def test_a_router_with_targets_serves_and_shows_them(model: str) -> None:
