@@ -203,6 +203,8 @@ class PlanOptions:
     """Slots of each node that decodes."""
     kv_tokens: OptionalInt = None
     """KV room of each node that decodes, in tokens; 0: enough for all of its slots."""
+    step_tokens: int = 0
+    """Most prompt tokens of a step; 0: 4096 of a prefill node, and 8192 of a colocated one."""
     num_gpus: int = 0
     """GPUs to place nodes on; 0: as few as reach the goodput."""
     gpus_per_node: int = 1
@@ -215,6 +217,10 @@ class PlanOptions:
     """Targets in ms that a good request keeps, as in ttft:200 tpot:50."""
     attain: float = 0.95
     """Share of the requests that must be good."""
+    ttft_target_ms: int = 0
+    """The router's target for first tokens, in ms, under which colocated nodes may take prompts only; 0: none."""
+    tpot_target_ms: int = 0
+    """The router's target for each further token, in ms, by which slow colocated nodes get prompts last; 0: none."""
     placements: tuple[str, ...] = ()
     """Placements to simulate, as in 2p1d 3c 1p1d2c; by default those that fit the GPUs."""
     max_concurrency: int = 0
@@ -232,6 +238,7 @@ class PlanOptions:
         """Raise InvalidArgumentError for a value out of range."""
         _above_0(self, "prefill_tokens_per_s", "slots", "request_rate", "burstiness")
         _in_range(self, 0, "handoff_us_per_token", "kv_tokens", "num_gpus", "max_concurrency", "num_prompts")
+        _in_range(self, 0, "step_tokens", "ttft_target_ms", "tpot_target_ms")
         _in_range(self, 1, "gpus_per_node")
         _in_range(self, 2, "max_model_len")
         check_seed(self.seed)

@@ -21,7 +21,7 @@ from corun.models import resolve_model
 from corun_bench import conditions, metrics, rates, results, workloads
 from corun_bench.driver import Workload
 from corun_bench.options import PlanOptions
-from corun_bench.simulation import NodeCounts, Rates, at_best, simulate, work_s
+from corun_bench.simulation import NodeCounts, Rates, Simulated, at_best, simulate, work_s
 
 SCHEMA = "corun-plan-1"
 LEAST_PROMPTS = 300
@@ -64,6 +64,7 @@ class _Planner:
         if self._spec.rate:
             raise InvalidArgumentError("workload", options.workload, "must have no rate: give it as request_rate")
         self._goodput = metrics.parse_goodput(options.goodput)
+        self._targets = {"ttft_target_ms": options.ttft_target_ms, "tpot_target_ms": options.tpot_target_ms}
         self._is_open = math.isfinite(options.request_rate)
         self._model = resolve_model(options.model) if self._spec.is_text else ""
         self._tokenize = workloads.tokenizer(self._model)
@@ -88,6 +89,7 @@ class _Planner:
             "workload": self._spec.name,
             "request_rate": self._options.request_rate if self._is_open else None,
             "goodput": self._goodput,
+            **(self._targets if any(self._targets.values()) else {}),
             "seed": self._options.seed,
             "gpus_per_node": self._options.gpus_per_node,
             "rates": rates.described(self._rates),
@@ -144,7 +146,7 @@ class _Planner:
         return rows
 
     def _row(self, counts: NodeCounts, workload: Workload) -> Row:
-        found = simulate(counts, self._rates, workload, samples=self._spec.samples)
+        found = simulate(counts, self._rates, workload, samples=self._spec.samples, **self._targets)
         size = self._options.gpus_per_node
         gpus = {
             "prefill": size * (counts.prefill + counts.colocated),
@@ -164,6 +166,7 @@ class _Planner:
             "good": None if good is None else good / summary["request_throughput"],
             "load": {kind: load for kind in _KINDS if (load := found.load(kind)) is not None},
             "handoffs": found.handoffs,
+            **(_flexed(found, counts.colocated) if any(self._targets.values()) else {}),
             "at_best_request_throughput": at_best(counts, *self._work_s),
         }
 
@@ -259,6 +262,16 @@ class _Planner:
         return found
 
 
+def _flexed(found: Simulated, colocated: int) -> Row:
+    """Return how often a node began to take prompts only, and for which share of the run a colocated node took prompts
+    only, or got prompts last, on average; None for what has no colocated node."""
+    if found.flexed is None:
+        return {"flexed": None, "prompts_only": None, "prompts_last": None}
+    total_s = colocated * found.run.duration_s
+    shares = {"prompts_only": found.flexed.prompts_only_s, "prompts_last": found.flexed.prompts_last_s}
+    return {"flexed": found.flexed.times, **{name: part_s / total_s for name, part_s in shares.items()}}
+
+
 def show(found: dict[str, Any]) -> None:
     """Print the rates, the table and the reasons."""
     console = Console(highlight=False, markup=False)
@@ -268,6 +281,8 @@ def show(found: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     good = [f"good/s, of all ({' '.join(f'{name}:{limit:g}' for name, limit in found['goodput'].items())})"]
     names = ["placement", "GPUs", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "load P, D, C"]
+    flexes = "flexed" in found["placements"][0]
+    names += ["prompts only, last"] * flexes
     for name in names[:3] + good * bool(found["goodput"]) + names[3:]:
         table.add_column(name, justify="left" if name == "placement" else "right")
     for row in found["placements"]:
@@ -276,6 +291,9 @@ def show(found: dict[str, Any]) -> None:
             cells.append(f"{row['request_goodput']:.2f}, {row['good']:.1%}")
         cells += [f"{row[name]:,.1f}" for name in _LATENCIES[:4]]
         cells.append(" ".join(f"{row['load'][kind]:.0%}" if kind in row["load"] else "-" for kind in _KINDS))
+        if flexes:
+            parts = (row["prompts_only"], row["prompts_last"])
+            cells.append("-" if row["flexed"] is None else f"{parts[0]:.0%} in {row['flexed']}, {parts[1]:.0%}")
         table.add_row(*cells, style="bold" if row["placement"] == found["advised"] else "")
     console.print(table)
     for line in [f"advised: {found['advised']}", *found["reasons"], *(f"note: {note}" for note in found["notes"])]:

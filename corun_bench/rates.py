@@ -67,6 +67,7 @@ def chosen(options: PlanOptions, measured: Measured | None) -> Rates:
         handoff_s_per_token=found.handoff_s_per_token if per_token is None else per_token / 1e6,
         slots=slots,
         kv_tokens=found.kv_tokens if options.kv_tokens is None else options.kv_tokens,
+        step_tokens=options.step_tokens,
     )
 
 
@@ -232,4 +233,5 @@ def described(rates: Rates) -> Mapping[str, Any]:
         "handoff_us_per_token": None if per_token is None else round(1e6 * per_token, 4),
         "slots": rates.slots,
         "kv_tokens": rates.kv_tokens,
+        **({"step_tokens": rates.step_tokens} if rates.step_tokens else {}),
     }

@@ -10,7 +10,9 @@ decode node's no prompts. A colocated node's steps have both, and last as long a
 rows ride in prefill steps or the two kinds of steps take turns. A prompt's KV is read by one decode node at a time
 prompt, in a time that is proportional to its length, and in none if both sides have the same engine. Messages take no
 time, and nothing fails. The queue has one client of one class, so its order is that of arrival; as in `router.queue`,
-the first that has to wait lets nobody pass.
+the first that has to wait lets nobody pass. Under targets of latency, all nodes report at once every `REPORT_S`
+simulated seconds, and the router looks at its colocated nodes then and when a prompt or a sample ends, by
+`router.flexing`.
 
 This module must not know where rates come from or what is made of a run.
 """
@@ -19,15 +21,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
+from corun.types import NodeLoad
 from corun_bench.driver import Outcome, Request, Run, Workload
 from corun_bench.systems import PLACEMENT
+from router.flexing import Flexing
 from router.placement import PREFILLS_IN_FLIGHT, STEPS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom, choose_pair
 
 STEP_TOKENS = {"prefill": 4096, "decode": 0, "colocated": 8192}
@@ -35,6 +39,8 @@ STEP_TOKENS = {"prefill": 4096, "decode": 0, "colocated": 8192}
 colocated node's rows take."""
 BLOCK_SIZE = 16
 """The tokens of a KV block, as in vLLM on a GPU."""
+REPORT_S = 1.0
+"""The time from one report of a node to the next, in seconds: the default of `heartbeat_interval_ms`."""
 _KINDS = {"p": "prefill", "d": "decode", "c": "colocated"}
 
 
@@ -51,6 +57,8 @@ class Rates:
     """The slots of a node that decodes."""
     kv_tokens: int = 0
     """The KV room of a node that decodes, in tokens; 0: enough for every sample that may have a lease."""
+    step_tokens: int = 0
+    """The most prompt tokens of a step, if that is less than `STEP_TOKENS`; 0: it is not."""
 
     def step_s(self, rows: int) -> float:
         """Return how long a decode step takes: on the line between the measured numbers of rows, and below the first as
@@ -118,8 +126,12 @@ class _Sample:
 class _Prompt:
     """One computation of a prompt, and the samples that get its KV."""
 
-    tokens_left: int
+    tokens: int
     samples: list[_Sample]
+    tokens_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens_left = self.tokens
 
 
 class _Step(NamedTuple):
@@ -156,9 +168,15 @@ class Engine:
     reads_until: float = 0.0
     """When the last read of KV from another engine that has been ordered here will end."""
     prompt_tokens: int = 0
+    whole_prompt_tokens: int = 0
+    """The tokens of the prompts that are computed to their ends: what a node reports."""
     output_tokens: int = 0
     step: _Step | None = None
     """The step that it computes."""
+
+    @property
+    def used_slots(self) -> int:
+        return self.rows + (len(self.step.done) if self.step else 0)
 
     def begin_step(self) -> _Step | None:
         """Take what the next step computes. Return the step, or None if there is nothing to compute."""
@@ -198,13 +216,67 @@ class Engine:
 
     @property
     def step_tokens(self) -> int:
-        return STEP_TOKENS[self.kind]
+        most = STEP_TOKENS[self.kind]
+        return min(most, self.rates.step_tokens or most)
 
     def load(self, duration_s: float) -> float:
         """Return the share of its best speed that it worked at: 1 if it computed without a gap and with full slots."""
         work_s = self.prompt_tokens / self.rates.prefill_tokens_per_s
         work_s += self.output_tokens / self.rates.decode_tokens_per_s
         return work_s / duration_s if duration_s > 0 else 0.0
+
+
+R = TypeVar("R", PrefillRoom, DecodeRoom)
+
+
+@dataclass(eq=False)
+class _Node(Generic[R]):
+    """A node as the router sees it. A colocated engine has two, one for each role."""
+
+    node_id: str
+    engine: Engine
+    room: R
+    load: NodeLoad = field(default_factory=NodeLoad)
+    heard_at: float = 0.0
+
+
+class Flexed:
+    """What targets of latency changed in a run."""
+
+    def __init__(self, flexing: Flexing, prefills: list[_Node[PrefillRoom]], decodes: list[_Node[DecodeRoom]]) -> None:
+        self.times = 0
+        """How often a colocated node began to take prompts only."""
+        self.prompts_only_s = 0.0
+        """For how long nodes took prompts only, all of them together."""
+        self.prompts_last_s = 0.0
+        """For how long nodes got prompts last, because their steps were too slow, all of them together."""
+        self._flexing = flexing
+        self._prefills, self._decodes = prefills, decodes
+        self._num_slow = 0
+        self._reviewed_at = 0.0
+
+    def report(self, now: float) -> None:
+        """Let all nodes report what they do."""
+        for prefill in self._prefills:
+            tokens = prefill.engine.whole_prompt_tokens
+            prefill.load = NodeLoad(queued_prompt_tokens=prefill.room.queued_tokens, tokens=tokens)
+            prefill.heard_at = now
+        for decode in self._decodes:
+            decode.load = NodeLoad(used_slots=decode.engine.used_slots, steps=decode.engine.decode_steps)
+            decode.heard_at = now
+
+    def review(self, head: Need | None, waiting_tokens: int, now: float) -> bool:
+        """Let the router look at its nodes again. Return whether a node takes prompts only from now on, or no longer.
+
+        head, waiting_tokens: as for `Flexing.review`.
+        """
+        self.prompts_only_s += self._flexing.num_prompts_only * (now - self._reviewed_at)
+        self.prompts_last_s += self._num_slow * (now - self._reviewed_at)
+        self._reviewed_at = now
+        changed = self._flexing.review(self._decodes, self._prefills, head, waiting_tokens, now)
+        self.times += sum(node.room.prompts_only for node in changed)
+        self._num_slow = sum(node.room.is_slow for node in self._prefills)
+        return bool(changed)
 
 
 @dataclass(kw_only=True)
@@ -215,6 +287,8 @@ class Simulated:
     engines: list[Engine]
     handoffs: int
     """The number of prompts whose KV went from one engine to another."""
+    flexed: Flexed | None = None
+    """What targets changed; None without targets, or without colocated nodes."""
 
     def load(self, kind: str) -> float | None:
         """Return the mean load of the engines of a kind; None if there are none."""
@@ -222,8 +296,19 @@ class Simulated:
         return sum(loads) / len(loads) if loads else None
 
 
-def simulate(counts: NodeCounts, rates: Rates, workload: Workload, *, samples: int = 1) -> Simulated:
-    """Run a workload once on a cluster with these nodes. samples: how many neighbours in the workload have one prompt.
+def simulate(
+    counts: NodeCounts,
+    rates: Rates,
+    workload: Workload,
+    *,
+    samples: int = 1,
+    ttft_target_ms: int = 0,
+    tpot_target_ms: int = 0,
+) -> Simulated:
+    """Run a workload once on a cluster with these nodes.
+
+    samples: how many neighbours in the workload have one prompt.
+    ttft_target_ms, tpot_target_ms: the router's targets of latency; 0: none.
 
     Raises InvalidArgumentError if a request has no room on an empty node, or if KV must go between engines and nobody
     knows how long that takes.
@@ -231,7 +316,8 @@ def simulate(counts: NodeCounts, rates: Rates, workload: Workload, *, samples: i
     if counts.engines > 1 and rates.handoff_s_per_token is None:
         limit = f"must be known for {counts.name}: its KV goes from engine to engine"
         raise InvalidArgumentError("handoff_us_per_token", None, limit)
-    return _Cluster(counts, rates, workload, samples).run()
+    flexing = Flexing(ttft_target_ms=ttft_target_ms, tpot_target_ms=tpot_target_ms)
+    return _Cluster(counts, rates, workload, samples, flexing).run()
 
 
 class _Cluster:
@@ -240,17 +326,22 @@ class _Cluster:
     A colocated node is two nodes with one engine.
     """
 
-    def __init__(self, counts: NodeCounts, rates: Rates, workload: Workload, samples: int) -> None:
+    def __init__(self, counts: NodeCounts, rates: Rates, workload: Workload, samples: int, flexing: Flexing) -> None:
         self._rates, self._workload = rates, workload
         self._now = 0.0
-        self._events: list[tuple[float, int, Request | _Sample | Engine]] = []
-        """When a request is sent, a sample's KV has been read, or an engine's step ends; or an engine wakes."""
+        self._events: list[tuple[float, int, Request | _Sample | Engine | None]] = []
+        """When a request is sent, a sample's KV has been read, or an engine's step ends; or an engine wakes. None: the
+        nodes report."""
         self._numbers = itertools.count()
         self._engines: list[Engine] = []
         self._engine_of: dict[str, Engine] = {}
         self._prefills: dict[str, PrefillRoom] = {}
         self._decodes: dict[str, DecodeRoom] = {}
         self._queue: deque[_Sample] = deque()
+        self._waiting_for: Counter[str] = Counter()
+        """The samples in the queue, by KV key."""
+        self._tokens_to_compute = 0
+        """The prompt tokens of the samples in the queue, those that share their KV once."""
         self._shared: dict[tuple[str, str], _Prompt] = {}
         """What is being computed for several samples, by prefill node and KV key."""
         self._read_at: dict[tuple[str, str], float] = {}
@@ -263,6 +354,12 @@ class _Cluster:
         for letter, kind in _KINDS.items():
             for number in range(getattr(counts, kind)):
                 self._add(Engine(f"{letter}{number}", kind, rates), kv_blocks)
+        self._flexed: Flexed | None = None
+        if counts.colocated and flexing.has_target:
+            prefills = [_Node(name, self._engine_of[name], room) for name, room in sorted(self._prefills.items())]
+            decodes = [_Node(name, self._engine_of[name], room) for name, room in sorted(self._decodes.items())]
+            self._flexed = Flexed(flexing, prefills, decodes)
+            self._at(REPORT_S, None)
         self._samples = [
             _Sample(
                 outcome=Outcome(request=request),
@@ -302,14 +399,16 @@ class _Cluster:
                 self._step(event)
             elif isinstance(event, _Sample):
                 self._receive(event)
-            else:
+            elif isinstance(event, Request):
                 self._send(event)
+            else:
+                self._report()
         outcomes = [sample.outcome for sample in self._samples]
         duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
         run = Run(outcomes=outcomes, duration_s=duration_s)
-        return Simulated(run=run, engines=self._engines, handoffs=self._handoffs)
+        return Simulated(run=run, engines=self._engines, handoffs=self._handoffs, flexed=self._flexed)
 
-    def _at(self, time: float, event: Request | _Sample | Engine) -> None:
+    def _at(self, time: float, event: Request | _Sample | Engine | None) -> None:
         """Let something happen; what is to happen at the same time happens in the order of these calls."""
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
@@ -323,6 +422,7 @@ class _Cluster:
         sample = self._samples[request.index]
         sample.outcome.sent_s = self._now
         self._queue.append(sample)
+        self._count(sample.need, 1)
         if len(self._queue) == 1:
             self._pump()
 
@@ -334,7 +434,15 @@ class _Cluster:
             if pair is None:
                 return
             sample.decode, sample.prefill = pair
+            self._count(sample.need, -1)
             self._place(self._queue.popleft())
+
+    def _count(self, need: Need, sign: int) -> None:
+        """Count a sample that begins or ends to wait in the queue."""
+        if need.kv_key:
+            self._waiting_for[need.kv_key] += sign
+        if not need.kv_key or self._waiting_for[need.kv_key] == (sign > 0):  # It is the first, or was the last one.
+            self._tokens_to_compute += sign * need.num_prompt
 
     def _place(self, sample: _Sample) -> None:
         need, room, engine = sample.need, self._prefills[sample.prefill], self._engine_of[sample.prefill]
@@ -361,6 +469,7 @@ class _Cluster:
         for sample in ended.entered:
             sample.outcome.arrivals.append((self._now, 1))
         for prompt in ended.computed:
+            engine.whole_prompt_tokens += prompt.tokens
             for sample in prompt.samples:
                 self._hand_over(sample)
         for sample in ended.ending:
@@ -368,6 +477,21 @@ class _Cluster:
         for sample in ended.done:
             self._finish(sample)
         if ended.computed or ended.done:
+            self._change()
+
+    def _report(self) -> None:
+        """Let all nodes report, now and while anything is ahead."""
+        assert self._flexed is not None
+        if self._events:
+            self._flexed.report(self._now)
+            self._change()
+            self._at(self._now + REPORT_S, None)
+
+    def _change(self) -> None:
+        """Let the router do what it does after a change of the nodes."""
+        self._pump()
+        head = self._queue[0].need if self._queue else None
+        if self._flexed and self._flexed.review(head, self._tokens_to_compute, self._now):
             self._pump()
 
     def _hand_over(self, sample: _Sample) -> None:

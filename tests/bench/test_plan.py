@@ -11,7 +11,7 @@ import pytest
 from corun import cli
 from corun.errors import InvalidArgumentError
 from corun_bench.options import PlanOptions
-from corun_bench.plan import plan
+from corun_bench.plan import plan, show
 
 
 def options(workload: str, **own: Any) -> PlanOptions:
@@ -86,6 +86,20 @@ def test_the_same_plan_has_the_same_bits() -> None:
     assert found[0] == found[1] != found[2]
 
 
+def test_a_plan_under_targets_tells_how_long_nodes_took_prompts_only(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"placements": ("2c", "1p1d"), "request_rate": 120.0, "num_prompts": 1000, "step_tokens": 512, "slots": 128}
+    found = plan(options("in=512,out=64", ttft_target_ms=200, tpot_target_ms=10, **given))
+    without = plan(options("in=512,out=64", **given))
+    rows = {row["placement"]: row for row in found["placements"]}
+    assert found["ttft_target_ms"] == 200
+    assert rows["2c"]["flexed"] > 0
+    assert 0 < rows["2c"]["prompts_only"] <= 0.5, "one of two goes on to decode"
+    assert rows["1p1d"]["flexed"] is None
+    show(found)
+    assert "prompts only, last" in capsys.readouterr().out
+    assert not {"flexed", "ttft_target_ms"} & {*without, *without["placements"][0]}, "control"
+
+
 def test_notes_say_what_was_not_measured() -> None:
     notes = plan(options("in=512,out=8", placements=("1c",), slots=32, kv_tokens=10**6))["notes"]
     assert notes == ["Steps of more than 16 rows were not measured; their time continues the line."]
@@ -103,6 +117,7 @@ def test_notes_say_what_was_not_measured() -> None:
         ("in=512,out=8 --num-gpus 1 --goodput words", "goodput"),
         ("in=512,out=8,rate=5 --num-gpus 1", "must have no rate: give it as request_rate"),
         ("in=512,out=8 --num-gpus 1 --slots 0", "slots = 0: must be above 0"),
+        ("in=512,out=8 --num-gpus 1 --ttft-target-ms -1", "ttft_target_ms = -1: must be at least 0"),
         ("in=512,out=8 --num-gpus 1 --attain 2", "attain = 2.0: must be above 0 and at most 1"),
     ],
 )

@@ -210,6 +210,56 @@ def test_samples_that_end_together_leave_even_work_behind(monkeypatch: pytest.Mo
     assert (found.run.duration_s < 25.0) == counts, "24.2 or 26.7 s"
 
 
+ONE_BY_ONE = replace(H200, step_tokens=512, decode_steps=((1, 0.005), (64, 0.007)))
+"""A step has one prompt of 512 tokens. It takes 12.8 ms, and with rows up to half as much again."""
+TOO_MANY = made("in=512,out=64", 1000, request_rate=110.0)
+
+
+def last_first_token_s(found: Simulated) -> float:
+    """Return the 99th percentile of times to first tokens, in seconds."""
+    return sorted(one.arrivals[0][0] - one.sent_s for one in found.run.outcomes)[-10]
+
+
+def test_under_a_target_nodes_take_prompts_only_and_first_tokens_come_sooner() -> None:
+    two = NodeCounts.parse("2c")
+    without = simulate(two, ONE_BY_ONE, TOO_MANY)
+    found, again = (simulate(two, ONE_BY_ONE, TOO_MANY, ttft_target_ms=300) for _ in range(2))
+    assert without.flexed is None
+    assert found.flexed is not None
+    assert found.flexed.times > 0
+    assert 0 < found.flexed.prompts_only_s < found.run.duration_s, "one of them goes on to decode"
+    assert last_first_token_s(found) < 0.7 * last_first_token_s(without)
+    assert found.handoffs > 0, "what those nodes compute is decoded on others"
+    assert repr(found.run) == repr(again.run)
+
+
+@pytest.mark.parametrize(
+    ("placement", "targets"),
+    [
+        pytest.param("2c", {}, id="no target"),
+        pytest.param("2c", {"ttft_target_ms": 60_000}, id="a target that is kept"),
+        pytest.param("1p1d", {"ttft_target_ms": 300, "tpot_target_ms": 1}, id="no colocated node"),
+        pytest.param("1c", {"ttft_target_ms": 300}, id="one node goes on to decode"),
+    ],
+)
+def test_nothing_flexes_without_need(placement: str, targets: dict[str, int]) -> None:
+    counts = NodeCounts.parse(placement)
+    found = simulate(counts, ONE_BY_ONE, TOO_MANY, **targets)
+    assert found.flexed is None or (found.flexed.times, found.flexed.prompts_only_s) == (0, 0.0)
+    assert repr(found.run) == repr(simulate(counts, ONE_BY_ONE, TOO_MANY).run)
+
+
+def test_slow_nodes_get_prompts_last() -> None:
+    work = made("in=2048,out=256", 1500, request_rate=50.0)
+    found = simulate(NodeCounts.parse("2p2c"), H200, work, tpot_target_ms=10)
+    fast = simulate(NodeCounts.parse("2p2c"), H200, work, tpot_target_ms=1000)
+    assert found.flexed is not None
+    assert fast.flexed is not None
+    assert found.flexed.prompts_last_s > 0 == fast.flexed.prompts_last_s
+    prompts = [sum(engine.prompt_tokens for engine in run.engines[2:]) for run in (found, fast)]
+    assert prompts[0] < 0.85 * prompts[1], "the colocated ones compute fewer"
+
+
 def test_no_placement_is_faster_than_at_best() -> None:
     requests = workload(*[(512, 256)] * 4).requests
     for placement in ("1c", "1p1d", "2p1d", "1p1d1c"):
