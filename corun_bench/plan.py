@@ -275,13 +275,13 @@ def _flexed(found: Simulated, colocated: int) -> Row:
 def show(found: dict[str, Any]) -> None:
     """Print the rates, the table and the reasons."""
     console = Console(highlight=False, markup=False)
-    console.width = max(console.width, 130)  # A file has no width.
+    flexes = "flexed" in found["placements"][0]
+    console.width = max(console.width, 130 + 20 * flexes)  # A file has no width.
     given = ", ".join(f"{name} {value}" for name, value in found["rates"].items())
     console.print(f"rates of a node: {given}", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     good = [f"good/s, of all ({' '.join(f'{name}:{limit:g}' for name, limit in found['goodput'].items())})"]
     names = ["placement", "GPUs", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "load P, D, C"]
-    flexes = "flexed" in found["placements"][0]
     names += ["prompts only, last"] * flexes
     for name in names[:3] + good * bool(found["goodput"]) + names[3:]:
         table.add_column(name, justify="left" if name == "placement" else "right")
