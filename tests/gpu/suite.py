@@ -36,7 +36,8 @@ from corun.processes import descendants, end_tree
 from corun_bench import conditions
 from corun_bench.nodes import has_gpu
 from tests.e2e.stock import FOR_ALL, results_of
-from tests.gpu.checks import BY_NAME, CHECKS, EACH, RAGGED, Bench, Case, Check, Found, Prompts
+from tests.e2e.test_determinism import Case
+from tests.gpu.checks import BY_NAME, CHECKS, EACH, RAGGED, Bench, Check, Found, Prompts
 from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
 from tests.nodes import Nodes, Topology, running
