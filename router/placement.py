@@ -10,6 +10,7 @@ clients, clocks or queues.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import struct
@@ -91,21 +92,21 @@ class SharedCount:
     def __init__(self) -> None:
         self.own = 0
         self.foreign = 0
+        self.used = 0
+        """Our own use and the others' together: each placement reads it of all nodes."""
         self._peak = 0
-
-    @property
-    def used(self) -> int:
-        return self.own + self.foreign
 
     def take(self, amount: int) -> int:
         """Add `amount` to our own use. Return by how much our use now exceeds its peak since the last report."""
         self.own += amount
+        self.used += amount
         raised = max(0, self.own - self._peak)
         self._peak += raised
         return raised
 
     def give(self, amount: int) -> None:
         self.own -= amount
+        self.used -= amount
         assert self.own >= 0
 
     def untake(self, amount: int, raised: int) -> None:
@@ -117,6 +118,7 @@ class SharedCount:
         """Take the node's own figure. It may be older than our last changes, so our peak use since the previous report
         counts as ours, and only the rest as other routers'."""
         self.foreign = max(0, total - self._peak)
+        self.used = self.own + self.foreign
         self._peak = self.own
 
 
@@ -191,13 +193,17 @@ class DecodeRoom:
         return self.free_places > 0 and self._used.needed(self._blocks_of(need)) <= self.free_blocks
 
     def may_ask(self, need: Need) -> bool:
-        """Return whether the router may try to place a sample here now.
+        """Return whether the router may try to place a sample here now."""
+        return self.has_room(need) or self.may_ask_without_room(need)
 
-        Where other routers hold room, it asks once after each report even if the node seems full. The refusal tells the
-        node that this router waits, and while it does, none of the others may hold more than its part.
+    def may_ask_without_room(self, need: Need) -> bool:
+        """Return whether the router may try to place a sample here even if the node seems full.
+
+        Where other routers hold room, it asks once after each report. The refusal tells the node that this router
+        waits, and while it does, none of the others may hold more than its part.
         """
         asks = self._leases.foreign > 0 and not self._is_closed and not self._has_asked
-        return self.has_room(need) or (asks and self.could_hold(need.total))
+        return asks and self.could_hold(need.total)
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Return whether `spare_slots` slots are free; on a smaller node, all slots but one are enough. None is free
@@ -208,10 +214,10 @@ class DecodeRoom:
         """Return whether a sample fits and `keeps_free` would still hold after it is placed."""
         return self.has_room(need) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
-    def is_nearly_as_free(self, need: Need, most_free: int) -> bool:
-        """Return whether a sample fits and gets a slot here soon, and nearly as many slots are free then as `most_free`
+    def is_nearly_as_free(self, most_free: int) -> bool:
+        """Return whether a sample gets a slot here soon, and nearly as many slots are free then as `most_free`
         (`OWN_PART`)."""
-        return 0 < self.soon_free >= most_free - self._total_slots // OWN_PART and self.has_room(need)
+        return 0 < self.soon_free >= most_free - self._total_slots // OWN_PART
 
     def is_ahead_of(self, other: DecodeRoom) -> bool:
         """Return whether more samples decode here than there, without those that end soon, by more than a part of the
@@ -247,7 +253,11 @@ class DecodeRoom:
         self._refused = self._has_asked = False
 
     def _blocks_of(self, need: Need) -> SampleBlocks:
-        return SampleBlocks.of(need.num_prompt, need.max_tokens, self._block_size, need.kv_key)
+        return _blocks_of(need.num_prompt, need.max_tokens, self._block_size, need.kv_key)
+
+
+_blocks_of = functools.lru_cache(maxsize=256)(SampleBlocks.of)
+"""The blocks of a sample, computed once for all nodes that it might go to."""
 
 
 class PrefillRoom:
@@ -395,16 +405,21 @@ def choose_pair(
     prompt, so that no KV is read, are in question if they have nearly as many slots free (`OWN_PART`). The first of
     these pairs is of a kind with room and a free slot, if there is any; then it has steps of prompts that are not too
     slow; then it computes the same KV already; then it has the fewest prompt tokens until this prompt is where it is
-    decoded (`_delay`), with what rows and prompts of one engine do to each other (`BESIDE`, `BESIDE_PART`).
+    decoded (`_delay`, `HANDOFF_PART`), with what rows and prompts of one engine do to each other (`BESIDE`,
+    `BESIDE_PART`).
     """
     avoid = _avoided(need, decodes, prefills)
     engines = {room.engine_id for room in prefills.values()} - {""}
     beside = {room.engine_id: room for room in decodes.values() if room.engine_id in engines and not room.prompts_only}
-    fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
-    lacking = {node_id for node_id in fitting if not decodes[node_id].has_room(need)}
-    fitting.sort(key=lambda node_id: (node_id in avoid, node_id in lacking, *least_used(decodes[node_id]), node_id))
-    free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
-    sides = {prefills[node_id].engine_id: node_id for node_id in free}
+    ranks: dict[str, tuple[bool, bool, bool, int, int]] = {}
+    """The nodes that may be asked, by whether they are avoided, whether they lack room, and how much they are used."""
+    for node_id, room in decodes.items():
+        if (has_room := room.has_room(need)) or room.may_ask_without_room(need):
+            ranks[node_id] = (node_id in avoid, not has_room, *least_used(room))
+    fitting = sorted(ranks, key=lambda node_id: (ranks[node_id], node_id))
+    free = {node_id: room for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)}
+    delays = {node_id: _delay(need, room) for node_id, room in free.items()}
+    sides = {room.engine_id: node_id for node_id, room in free.items()}
     is_mix = any(room.engine_id not in beside for room in prefills.values())
     bests: list[DecodeRoom] = []
     waits: dict[tuple[str, str], bool] = {}
@@ -417,23 +432,28 @@ def choose_pair(
                 break
         if not pairs:
             continue
+        _, lacks_room, is_full, *_ = ranks[pairs[0][0]]
         best = decodes[pairs[0][0]]
         bests.append(best)
         if is_colocated:
-            near = [node_id for node_id in kind if decodes[node_id].is_nearly_as_free(need, best.soon_free)]
+            most = best.soon_free
+            near = [node_id for node_id in kind if decodes[node_id].is_nearly_as_free(most) and not ranks[node_id][1]]
             own = [(node_id, sides[engine]) for node_id in near if (engine := decodes[node_id].engine_id) in sides]
             pairs += [pair for pair in own if is_warm(*pair)]
-        waits |= dict.fromkeys(pairs, pairs[0][0] in lacking or best.free_slots <= 0)
+        waits |= dict.fromkeys(pairs, lacks_room or is_full)
     is_uneven = need.max_tokens > need.num_prompt and len(bests) > 1 and bests[0].is_ahead_of(bests[1])
+    handoff = need.num_prompt // HANDOFF_PART
 
     def order(pair: tuple[str, str]) -> tuple[Any, ...]:
-        room, prefill = decodes[pair[0]], prefills[pair[1]]
-        is_slow, computes, delay = _delay(need, prefill, room)
-        is_held_up = room.engine_id in beside and not is_uneven
-        holds_up = is_mix and prefill.engine_id in beside and not beside[prefill.engine_id].is_empty
-        delay += BESIDE * (is_held_up + holds_up)
-        avoided = pair[0] in avoid, pair[1] in avoid
-        return *avoided, waits[pair], is_slow, computes, delay, *least_used(room), pair
+        decode, prefill = pair
+        is_slow, computes, delay = delays[prefill]
+        own, other = decodes[decode].engine_id, free[prefill].engine_id
+        if not own or own != other:
+            delay += handoff
+        delay += BESIDE * (own in beside and not is_uneven)
+        delay += BESIDE * (is_mix and other in beside and not beside[other].is_empty)
+        is_avoided, _, *used = ranks[decode]
+        return is_avoided, prefill in avoid, waits[pair], is_slow, computes, delay, *used, pair
 
     return min(waits, key=order, default=None)
 
@@ -497,10 +517,9 @@ def least_used(room: DecodeRoom) -> tuple[bool, int, int]:
     return room.free_slots <= 0, -room.soon_free, -room.free_blocks
 
 
-def _delay(need: Need, room: PrefillRoom, decode: DecodeRoom) -> tuple[bool, bool, int]:
-    """Return whether the node is too slow, whether it would have to compute the prompt, and the prompt tokens until the
-    decode node has the KV: those before this prompt in the queue, its own that are in no cache, and the handoff."""
-    handoff = 0 if is_one_engine(decode, room) else need.num_prompt // HANDOFF_PART
+def _delay(need: Need, room: PrefillRoom) -> tuple[bool, bool, int]:
+    """Return whether the node is too slow, whether it would have to compute the prompt, and the prompt tokens until it
+    is computed: those before it in the queue, and its own that are in no cache."""
     if room.computes(need.kv_key):
-        return room.is_slow, False, handoff
-    return room.is_slow, True, room.queued_tokens + need.num_prompt - room.cached_tokens(need) + handoff
+        return room.is_slow, False, 0
+    return room.is_slow, True, room.queued_tokens + need.num_prompt - room.cached_tokens(need)
