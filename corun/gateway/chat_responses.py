@@ -43,21 +43,25 @@ def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequ
 
 
 class ChatEvents(Events):
-    """The events of one streamed answer. Each choice begins with the role, before its first text."""
+    """The events of one streamed answer. It begins with the role of every choice, in their order: OpenAI's package
+    expects the first choice in the first event, and the others in the order of their indexes."""
 
     def __init__(self, head: dict[str, Any], asked: CompletionRequest) -> None:
         super().__init__(head, asked)
         calls = asked.calls
         self._readers = [calls.reader() for _ in self._choices] if calls is not None else ()
+        self._has_begun = False
 
     def _event(self, number: int, prompt: Sequence[int], choice: Sent, chunk: Chunk) -> str:
-        if choice.begun:
-            return super()._event(number, prompt, choice, chunk)
+        event = super()._event(number, prompt, choice, chunk)
+        if self._has_begun:
+            return event
+        self._has_begun = True
         delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        ids = f',"prompt_token_ids":{dumped(list(prompt))}' if self._asked.return_token_ids else ""
         counted = f',"usage":{dumped(usage(len(prompt), 0))}' if self._asked.continuous_usage else ""
-        role = f"{self._begin}{number},{delta}}}]{ids}{counted}}}\n\n"
-        return role + super()._event(number, prompt, choice, chunk)
+        roles = [f"{self._begin}{each},{delta}}}]{counted}" for each in range(len(self._choices))]
+        roles[0] += f',"prompt_token_ids":{dumped(list(prompt))}' if self._asked.return_token_ids else ""
+        return "}\n\n".join([*roles, event])
 
     def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
         if self._asked.calls is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 
 from corun.chat import ChatTemplate, read_template
 from corun.client.client import AsyncClient
+from corun.completion import Chunk
 from corun.gateway import streams
-from corun.gateway.chats import _FIXED_OF_CHATS, Chat
+from corun.gateway.chat_responses import CHAT as CHAT_SHAPE
+from corun.gateway.chats import _FIXED_OF_CHATS, Chat, read_chat_request
 from corun.params import SamplingParams, sample_seed
 from corun.receipt import prompt_digest
 from corun.testing.engines import MAX_MODEL_LEN, expected, expected_alternatives
@@ -120,6 +124,18 @@ async def test_the_shape_of_answers_and_streams(chat_model: str) -> None:
     assert usage["choices"] == []
     assert usage["usage"] == {"prompt_tokens": size, "total_tokens": size + 4, "completion_tokens": 4}
     assert [event["usage"]["completion_tokens"] for event in counted] == [0, 1, 2, 3, 4, 4]
+
+
+def test_choices_begin_in_their_order() -> None:
+    """OpenAI's package puts choices in the order in which they begin, and breaks if another one than the first does."""
+    asked = replace(read_chat_request(json.dumps({"messages": MESSAGES, "n": 3}).encode()).asked, prompts=((1, 2),))
+    events = CHAT_SHAPE.events(CHAT_SHAPE.head(asked, "m"), asked)
+    chunk = Chunk(request_id="r", sample_index=2, seed=1, text="a", token_ids=(1,), logprobs=(0.0,))
+    sent = [events.chunk(0, chunk), events.chunk(0, replace(chunk, sample_index=0))]
+    told = [json.loads(each.removeprefix("data: ")) for text in sent for each in text.split("\n\n")[:-1]]
+    choices = [choice for event in told for choice in event["choices"]]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 2, 0]
+    assert ["role" in choice["delta"] for choice in choices] == [True, True, True, False, False]
 
 
 async def test_log_probabilities_have_openais_shape(chat_model: str) -> None:
