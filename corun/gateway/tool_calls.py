@@ -248,8 +248,8 @@ class CallReader:
         found = Parsed()
         if self._at is _At.HEAD:
             found.say("".join(self._raw))
-        elif self._held.strip() or not self.num_calls:
-            found.say(self._held)
+        elif self._at is not _At.AFTER and (self._held.strip() or not self.num_calls):
+            found.say(self._held)  # Behind a call it is the beginning of the closing tag.
         self._held, self._raw = "", []
         return found
 

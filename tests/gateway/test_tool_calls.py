@@ -125,6 +125,8 @@ CASES: list[tuple[CallStyle, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
     (HERMES, '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
     (HERMES, "a <tool_c", "a <tool_c", []),
+    (HERMES, 'a <tool_call>{"name": "f", "arguments": {}}\n</tool_c', "a", [("f", "{}")]),
+    (TAGGED_LIST, f"<tool_call>{TWO}</", "", BOTH),
     # No calls.
     (HERMES, "<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
     (HERMES, NO_NAME, NO_NAME, []),
