@@ -37,7 +37,7 @@ def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
 def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
     """Return the whole response."""
     (generation,) = generations
-    choices = [_choice(asked, generation.prompt_token_ids, sample) for sample in generation.samples]
+    choices = [_choice(asked, sample) for sample in generation.samples]
     prompt = {"prompt_token_ids": list(generation.prompt_token_ids)} if asked.return_token_ids else {}
     return whole(head, choices, generations) | prompt
 
@@ -64,12 +64,13 @@ class ChatEvents(Events):
         return "}\n\n".join([*roles, event])
 
     def _content(self, choice: Sent, prompt_index: int, chunk: Chunk) -> str:
-        if self._asked.calls is None:
+        calls = self._asked.calls
+        if calls is None:
             return f'"delta":{{"content":{quoted(chunk.text)}}}'
         reader = self._readers[chunk.sample_index]
         parts = [reader.push(chunk.text), *([reader.finish()] if chunk.receipt is not None else [])]
         content = "".join(part.content for part in parts)
-        called = [each for part in parts for each in tools.deltas(part, self._prompts[prompt_index], chunk.seed)]
+        called = [each for part in parts for each in tools.deltas(part, calls, chunk.seed)]
         delta = ({"content": content} if content else {}) | ({"tool_calls": called} if called else {})
         return f'"delta":{dumped(delta)}'
 
@@ -90,13 +91,13 @@ class ChatEvents(Events):
 CHAT = Shape(head=head, completion=completion, events=ChatEvents)
 
 
-def _choice(asked: CompletionRequest, prompt: Sequence[int], sample: Sample) -> dict[str, Any]:
+def _choice(asked: CompletionRequest, sample: Sample) -> dict[str, Any]:
     logprobs = None
     if asked.params.logprobs:
         logprobs = Parts(lambda: _logprobs(sample, sample.token_texts, as_ids=asked.tokens_as_ids))
     reason, said = sample.finish_reason.value, {"role": "assistant", "content": sample.text}
     if asked.calls is not None:
-        said, num_calls = tools.message(sample.text, asked.calls, prompt, sample.seed)
+        said, num_calls = tools.message(sample.text, asked.calls, sample.seed)
         reason = asked.calls.finish_reason(reason, num_calls)
     choice = {"index": sample.index, "message": said, "logprobs": logprobs, "finish_reason": reason}
     ids = {"token_ids": list(sample.token_ids)} if asked.return_token_ids else {}

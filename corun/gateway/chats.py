@@ -30,6 +30,7 @@ from corun.gateway.requests import (
 from corun.gateway.tool_calls import PROBE_MESSAGES, PROBE_TOOLS, CallStyle, style_of
 from corun.gateway.tools import Calls, ToolUse, check_tools, read_tool_use
 from corun.params import check_text, check_token_ids
+from corun.receipt import prompt_digest
 from corun.types import TemplateSource
 
 _TEMPLATE = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
@@ -149,7 +150,8 @@ class ChatRequest:
         names = {**asked.names, "structured_outputs": "tools"} if self.use.is_forced else asked.names
         with naming(SAMPLING + "structured_outputs", "tools"):
             params = self.use.constrained(params, style)
-        return replace(asked, prompts=(prompt,), params=params, calls=Calls(use=self.use, style=style), names=names)
+        calls = Calls(use=self.use, style=style, prompt_digest=prompt_digest(prompt))
+        return replace(asked, prompts=(prompt,), params=params, calls=calls, names=names)
 
 
 def read_chat_request(body: bytes, *, request_id: str | None = None) -> ChatRequest:

@@ -17,7 +17,6 @@ from corun.gateway.errors import body_of
 from corun.gateway.requests import CompletionRequest
 from corun.gateway.responses import Events, Head, Shape, dumped, own
 from corun.gateway.tool_calls import CallPart, Parsed
-from corun.gateway.tools import call_id
 from corun.types import FinishReason
 
 Event = dict[str, Any]
@@ -52,7 +51,7 @@ def completion(head: Head, asked: CompletionRequest, generations: Sequence[Gener
     """Return the whole response."""
     (generation,) = generations
     (sample,) = generation.samples
-    items = Items(asked, generation.prompt_token_ids, sample.seed)
+    items = Items(asked, sample.seed)
     items.push(sample.text)
     items.finish(sample.finish_reason)
     return ended(head, items.found, sample, len(generation.prompt_token_ids), len(sample.token_ids))
@@ -85,10 +84,10 @@ def ended(
 class Items:
     """The items of one answer, and the events that tell of them as they come."""
 
-    def __init__(self, asked: CompletionRequest, prompt: Sequence[int], seed: int) -> None:
+    def __init__(self, asked: CompletionRequest, seed: int) -> None:
         self.found: list[dict[str, Any]] = []
-        self._id, self._prompt, self._seed = asked.request_id, prompt, seed
-        self._reader = asked.calls.reader() if asked.calls is not None else None
+        self._id, self._seed, self._calls = asked.request_id, seed, asked.calls
+        self._reader = self._calls.reader() if self._calls is not None else None
         self._is_open = False
         """Whether the last item goes on."""
         self._texts: list[str] = []
@@ -127,8 +126,9 @@ class Items:
     def _call(self, call: CallPart) -> list[Event]:
         events = []
         if call.name is not None:
+            assert self._calls is not None
             events += self._close()
-            names = {"call_id": call_id(self._prompt, self._seed, call.index), "name": call.name}
+            names = {"call_id": self._calls.id_of(self._seed, call.index), "name": call.name}
             item = {"id": f"fc_{self._id}_{len(self.found)}", "type": "function_call", "status": "in_progress"}
             self.found.append({**item, **names, "arguments": ""})
             self._is_open = True
@@ -177,7 +177,7 @@ class ItemEvents(Events):
     def chunk(self, prompt_index: int, chunk: Chunk) -> str:
         begun = ""
         if self._items is None:
-            self._items = Items(self._asked, self._prompts[0], chunk.seed)
+            self._items = Items(self._asked, chunk.seed)
             begun = self._told({"type": "response.created", "response": self._head})
             begun += self._told({"type": "response.in_progress", "response": self._head})
         self._num_tokens += len(chunk.token_ids)

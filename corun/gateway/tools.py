@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,7 @@ class Calls:
 
     use: ToolUse
     style: CallStyle
+    prompt_digest: str
 
     def reader(self) -> CallReader:
         return CallReader(self.style, self.use.functions)
@@ -70,33 +71,32 @@ class Calls:
         the request itself named the function."""
         return "tool_calls" if num_calls and reason == "stop" and not self.use.is_named else reason
 
+    def id_of(self, seed: int, index: int) -> str:
+        """Return the id of a call. It follows from prompt, seed and place, so the same request gets the same answer,
+        and calls of later turns, which have other prompts, get other ids."""
+        asked = f"{self.prompt_digest} {seed} {index}"
+        return f"call_{hashlib.blake2b(asked.encode(), digest_size=12).hexdigest()}"
 
-def call_id(prompt: Sequence[int], seed: int, index: int) -> str:
-    """Return the id of a call. It follows from prompt, seed and place, so the same request gets the same answer, and
-    calls of later turns, which have other prompts, get other ids."""
-    asked = f"{','.join(map(str, prompt))} {seed} {index}"
-    return f"call_{hashlib.blake2b(asked.encode(), digest_size=12).hexdigest()}"
 
-
-def deltas(parsed: Parsed, prompt: Sequence[int], seed: int) -> list[dict[str, Any]]:
+def deltas(parsed: Parsed, calls: Calls, seed: int) -> list[dict[str, Any]]:
     """Return the new output of calls in the shape of OpenAI's streams."""
     found: list[dict[str, Any]] = []
     for part in parsed.calls:
         function = {"arguments": part.arguments}
         delta: dict[str, Any] = {"index": part.index, "function": function}
         if part.name is not None:
-            begun = {"index": part.index, "id": call_id(prompt, seed, part.index), "type": "function"}
+            begun = {"index": part.index, "id": calls.id_of(seed, part.index), "type": "function"}
             delta = {**begun, "function": {"name": part.name, **function}}
         found.append(delta)
     return found
 
 
-def message(text: str, calls: Calls, prompt: Sequence[int], seed: int) -> tuple[dict[str, Any], int]:
+def message(text: str, calls: Calls, seed: int) -> tuple[dict[str, Any], int]:
     """Return a whole answer as OpenAI's message, and the number of its calls."""
     reader = calls.reader()
     parts = [reader.push(text), reader.finish()]
     found: list[dict[str, Any]] = []
-    for delta in (each for part in parts for each in deltas(part, prompt, seed)):
+    for delta in (each for part in parts for each in deltas(part, calls, seed)):
         number = delta.pop("index")
         if number == len(found):
             found.append(delta)

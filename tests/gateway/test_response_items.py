@@ -21,9 +21,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 def items(style: CallStyle | None) -> Items:
     use = ToolUse(functions={"f": {}, "get_weather": {}}, choice="auto", is_named=False, parallel=True)
-    calls = Calls(use=use, style=style) if style else None
+    calls = Calls(use=use, style=style, prompt_digest="") if style else None
     asked: Any = SimpleNamespace(request_id="x", calls=calls)
-    return Items(asked, (1, 2), 3)
+    return Items(asked, 3)
 
 
 def merged(events: list[Any]) -> list[Any]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corun.chat import ChatTemplate, read_template
+from corun.completion import Chunk
 from corun.errors import InvalidArgumentError
+from corun.gateway.chat_responses import CHAT as CHAT_SHAPE
 from corun.gateway.chats import call_style, read_chat_request
 from corun.params import SamplingParams
 from corun.testing import engines
@@ -19,7 +23,7 @@ from corun.types import TemplateSource
 from router.text import Tokenizer
 from tests.clusters import cluster
 from tests.gateway.serving import Http, serving
-from tests.gateway.test_tool_calls import LLAMA, QWEN
+from tests.gateway.test_tool_calls import HERMES, LLAMA, QWEN
 from tests.over_fakes import SPECIAL
 
 MESSAGES = [{"role": "user", "content": "Weather?"}]
@@ -145,6 +149,28 @@ def test_a_choice_that_forces_a_call_is_a_constraint(template: str) -> None:
     assert "get_weather" not in named.params.constraint[1]
     assert named.calls.finish_reason("stop", 1) == "stop", "as in OpenAI's API"
     assert named.names["structured_outputs"] == "tools"
+
+
+def test_a_long_prompt_is_read_once_for_the_ids_of_all_calls() -> None:
+    """They are made in the loop that carries all streams, and a prompt may have 100,000 tokens."""
+
+    class Prompt(tuple[int, ...]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Prompt.reads += 1
+            return super().__iter__()
+
+    def ids(prompt: Prompt) -> list[str]:
+        chat = read_chat_request(json.dumps({"messages": MESSAGES, "tools": TOOLS}).encode())
+        request = chat.with_prompt(prompt, HERMES, 10, 5)
+        chunk = Chunk(request_id="r", sample_index=0, seed=1, text=TEXT, token_ids=(), logprobs=())
+        text = CHAT_SHAPE.events(CHAT_SHAPE.head(request, "m"), request).chunk(0, chunk)
+        return re.findall(r"call_[0-9a-f]+", text)
+
+    first, second = ids(Prompt((1, 2)))
+    assert (Prompt.reads, first == second, ids(Prompt((1, 2)))) == (1, False, [first, second])
+    assert not {first, second} & set(ids(Prompt((1, 3))))
 
 
 LARGE = {"type": "function", "function": {"name": "a", "parameters": {"x": "y" * 70_000}}}

@@ -43,7 +43,7 @@ def choices(with_tops: bool) -> dict[str, dict[str, Any]]:
     asked, sample = found(with_tops)
     generation: Any = SimpleNamespace(prompt_token_ids=(5, 6))
     return {
-        "chat": chat_responses._choice(asked, (5, 6), sample),
+        "chat": chat_responses._choice(asked, sample),
         "completion": responses._choice(0, asked, 0, generation, sample),
     }
 
