@@ -72,7 +72,7 @@ def read_response_request(body: bytes, *, request_id: str | None = None) -> Resp
     fields = read_json(body)
     check_known(fields, (*_SAME, *_OWN), _FIXED)
     instructions, found = text(fields, "instructions"), _text_format(fields.get("text"))
-    tools, choice = _tools(fields.get("tools")), _tool_choice(fields.get("tool_choice"))
+    tools, choice = _tools(fields.get("tools")), _tool_choice(fields)
     stream_options(fields, ())
     asked: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
     asked |= {"max_completion_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
@@ -167,7 +167,11 @@ def _tools(value: Any) -> Any:
     return found
 
 
-def _tool_choice(value: Any) -> Any:
+def _tool_choice(fields: Mapping[str, Any]) -> Any:
+    """Return a choice as a chat has it. Here "auto" is also the choice where there are no tools."""
+    value = fields.get("tool_choice")
+    if value == "auto" and not fields.get("tools"):
+        return None
     if isinstance(value, dict) and value.keys() == {"type", "name"}:
         return {"type": value["type"], "function": {"name": value["name"]}}
     return value

@@ -72,6 +72,15 @@ def test_fields_are_those_of_a_chat() -> None:
     assert read().told["tool_choice"] == "auto"
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}])
+def test_the_model_may_choose_among_no_tools(tools: dict[str, Any]) -> None:
+    """An answer without tools says that the choice is auto, and clients send what they were told."""
+    made = read(tool_choice="auto", **tools)
+    assert (made.chat.use, made.told["tool_choice"], made.told["tools"]) == (None, "auto", [])
+    with pytest.raises(InvalidArgumentError, match=r"^tool_choice = "):
+        read(tool_choice="required", **tools)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
