@@ -286,7 +286,8 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidArgumentError(f"{field}[{i}]", call, "must be an object with function.name")
-        found.append({**call, "function": {**function, "arguments": function.get("arguments") or {}}})
+        arguments = function.get("arguments")
+        found.append({**call, "function": {**function, "arguments": {} if arguments in (None, "") else arguments}})
     return found
 
 

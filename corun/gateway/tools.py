@@ -164,7 +164,7 @@ def _function(field: str, tool: Mapping[str, Any]) -> tuple[str, Any]:
     if not isinstance(name := function.get("name"), str) or not _NAME.fullmatch(name):
         limit = "must be 1 to 64 letters, digits, dots, dashes and underscores"
         raise InvalidArgumentError(f"{field}.function.name", name, limit)
-    schema = function.get("parameters") or _ANY_ARGUMENTS
+    schema = _ANY_ARGUMENTS if function.get("parameters") is None else function["parameters"]
     if not isinstance(schema, dict):
         raise InvalidArgumentError(f"{field}.function.parameters", Shown("a value"), "must be a JSON schema, an object")
     return name, schema if "type" in schema else {**_ANY_ARGUMENTS, **schema}

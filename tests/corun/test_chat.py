@@ -132,6 +132,14 @@ def calling(*arguments: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "tool_calls": calls}]
 
 
+def test_arguments_may_be_left_out_but_are_never_another_thing() -> None:
+    shows = chat("{{ messages[1].tool_calls[0].function.arguments | tojson }}")
+    assert {shows.render(calling(none)) for none in (None, "", {}, "{}")} == {"{}"}
+    for wrong in ([], 0, False, "[]", "0"):
+        with pytest.raises(InvalidArgumentError, match=r"arguments = .*: must be a JSON object"):
+            shows.render(calling(wrong))
+
+
 def test_arguments_of_tool_calls_are_bounded_before_they_are_read() -> None:
     shows = chat("{{ messages[1].tool_calls[0].function.arguments | tojson }}")
     largest = json.dumps({"x": "y" * (MAX_ARGUMENTS - 9)})
