@@ -77,8 +77,8 @@ class MixedCertification(Certification):
     def __init__(self, stepper: Stepper, slots: int, sampling: Sampling, room: Room) -> None:
         """Compute the expected bits of rows."""
         size = stepper.block_size
-        # Beside them lies the KV of the same prompts alone, and a half again.
-        tokens = min(room.tokens, stepper.num_blocks // 5 * size)
+        # Beside them lies the KV of the same prompts alone, and a half again, and of one more. Each slot needs a block.
+        tokens = min(room.tokens, min(stepper.num_blocks // 5, (stepper.num_blocks - slots - 5) * 2 // 7) * size)
         most = min(tokens, stepper.max_model_len - 1)
         longest = min(most, room.chunk) // size * size
         whole = {-(-length // size) * size for length in LENGTHS}
@@ -87,8 +87,8 @@ class MixedCertification(Certification):
         behind = room.chunk + size
         self._behind = 0 if room.cuts or room.chunk % size or behind > most else behind
         """The tokens of a prompt whose last block is computed behind a whole chunk; 0: there is none."""
-        blocks = max((-(-5 * sum(group) // (2 * size)) for group in self._groups), default=0)
-        blocks += SAMPLES + (self._behind // size + 1 if self._behind else 0)
+        blocks = max((SAMPLES - (-5 * sum(group) // (2 * size)) for group in self._groups), default=0)
+        blocks += self._behind // size + 1 if self._behind else 0
         self._spare = range(stepper.num_blocks - blocks, stepper.num_blocks)
         self._beside: list[Companion] = []
         self._difference = ""

@@ -180,6 +180,14 @@ def test_prompts_are_whole_blocks_that_step_and_model_have_room_for(
     assert ran == lengths
 
 
+@pytest.mark.parametrize("room", [{"cuts": True, "samples": True}, {"chunk": 48, "samples": True}, {"chunk": 16}])
+@pytest.mark.parametrize("more", [1, 2, 5, 9, 12, 20, 30, 50])
+def test_prompts_leave_a_block_for_each_slot(module: ModuleType, more: int, room: dict[str, Any]) -> None:
+    """With little KV they are shorter, or there are none, and then nothing is granted."""
+    found = certify(module, a_model(num_blocks=SLOTS + more), **room)
+    assert bool(found) == (more < 9)
+
+
 def test_a_test_without_a_prompt_grants_nothing(module: ModuleType) -> None:
     assert "nothing was compared" in certify(module, a_model(block_size=64), 63)
 
