@@ -131,9 +131,9 @@ class FixedSlotScheduler(ReservingScheduler):
         for request in sorted(constrained, key=lambda request: _grammar(request).filled_at):
             if self._mask_time_s > ENOUGH_S:
                 self._mask_time_s -= _grammar(request).fill_s
-            elif len(hidden) + 1 < len(rows):  # A step with no row at all would help nobody.
+            else:
                 hidden.append(request)
-        return hidden
+        return hidden if len(hidden) < len(rows) else hidden[1:]  # A step with no row at all would help nobody.
 
     def admissible(self) -> list[Request]:
         """Return the requests at the head of the queue that get KV room in this step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -197,6 +198,17 @@ def test_rows_with_long_masks_alone_go_on_in_every_step(engines: Engines) -> Non
     """A step without any row would help nobody. In the second step the other one begins."""
     record = checked(engines, Trace(2, 2, 9, tuple(Arrive(prompt=16, max_tokens=9, mask_s=5.0) for _ in range(2))))
     assert [len(step.rows) for step in record.steps if step.rows] == [1, 2] + [1] * 15
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_rows_that_all_have_masks_take_turns_while_there_is_no_time_for_any(engines: Engines, place: int) -> None:
+    """After a mask of twenty steps' time. If the row of the newest mask went on, all others would wait for as long.
+    With two steps in flight, a mask is known to be made two steps later here."""
+    times = [0.4 if number == place else 0.0003 for number in range(4)]
+    record = checked(engines, Trace(4, 4, 60, tuple(Arrive(prompt=16, max_tokens=20, mask_s=time) for time in times)))
+    places = ([at for at, step in enumerate(record.steps) if number in step.rows] for number in range(4))
+    waits = [later - earlier for found in places for earlier, later in itertools.pairwise(found)]
+    assert max(waits) <= 2 * 4
 
 
 def play_group(engines: Engines, trace: Trace) -> Record:
