@@ -66,8 +66,8 @@ class Suite:
     """Checks to run, in their own order; by default all."""
     skip: tuple[Literal[tuple(BY_NAME)], ...] = ()  # type: ignore[valid-type]
     """Checks not to run."""
-    stock: Literal["after", "before", "off"] = "after"
-    """When stock vLLM runs the prompts of some checks, as the control, which must differ."""
+    stock: Literal["after", "before", "only", "off"] = "after"
+    """When stock vLLM runs the prompts of some checks, as the control, which must differ; only: without a cluster."""
     stock_limit_s: float = 200.0
     """The limit for stock vLLM to start and run."""
     time_limit_s: float = 560.0
@@ -105,8 +105,10 @@ class Run:
         """Run the cluster and the control; an error in one does not stop the other."""
         facts = {"versions": conditions.versions(), "hardware": conditions.hardware(), "command": sys.argv[1:]}
         self.report.keep(**facts, topology=asdict(self.options.topology))
-        if self.options.stock == "before":
+        if self.options.stock in ("before", "only"):
             self.control()
+        if self.options.stock == "only":
+            return
         try:
             self.cluster()
         except Exception as error:
