@@ -448,8 +448,7 @@ def choose_pair(
         decode, prefill = pair
         is_slow, computes, delay = delays[prefill]
         own, other = decodes[decode].engine_id, free[prefill].engine_id
-        if not own or own != other:
-            delay += handoff
+        delay += 0 if is_one_engine(decodes[decode], free[prefill]) else handoff
         delay += BESIDE * (own in beside and not is_uneven)
         delay += BESIDE * (is_mix and other in beside and not beside[other].is_empty)
         is_avoided, _, *used = ranks[decode]
