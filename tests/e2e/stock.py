@@ -46,8 +46,9 @@ def read(path: Path) -> Sets:
 
 def _read(prompt: list[int], seed: int, params: dict[str, Any]) -> Case:
     """Return a case as it was before JSON, whose keys are strings."""
-    biases = {"logit_bias": {int(token): bias for token, bias in params.get("logit_bias", {}).items()}}
-    return Case(prompt=prompt, seed=seed, params=params | (biases if "logit_bias" in params else {}))
+    if biases := params.get("logit_bias"):
+        params = {**params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
+    return Case(prompt=prompt, seed=seed, params=params)
 
 
 def built_in() -> Sets:
