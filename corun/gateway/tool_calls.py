@@ -210,11 +210,13 @@ class CallReader:
     """Reads the text of one answer: what it says, and the calls in it.
 
     What looks like a call and is none is text. In the plain style, only calls of functions that are there are calls.
-    Arguments are what the model wrote, and may be broken JSON if its output was cut off.
+    Arguments are what the model wrote, and may be broken JSON if its output was cut off. Where an answer may not have
+    several calls, those after the first one are left out, as vLLM does.
     """
 
-    def __init__(self, style: CallStyle, names: Collection[str]) -> None:
+    def __init__(self, style: CallStyle, names: Collection[str], *, several: bool = True) -> None:
         self.num_calls = 0
+        self._several = several
         self._begin, self._end = style.begin.rstrip(), style.end.lstrip()
         self._names = frozenset(names)
         self._keys = style.keys
@@ -241,6 +243,8 @@ class CallReader:
             else:
                 self._step(text[at], found)
                 at += 1
+        if not self._several:
+            found.parts = [part for part in found.parts if isinstance(part, str) or not part.index]
         return found.joined()
 
     def finish(self) -> Parsed:

@@ -32,7 +32,7 @@ class ToolUse:
     is_named: bool
     """Whether the choice is a name. A function may be called "auto" or "required", too."""
     parallel: bool
-    """Whether an answer that must have calls may have several."""
+    """Whether an answer may have several calls."""
 
     @property
     def is_forced(self) -> bool:
@@ -64,7 +64,7 @@ class Calls:
     prompt_digest: str
 
     def reader(self) -> CallReader:
-        return CallReader(self.style, self.use.functions)
+        return CallReader(self.style, self.use.functions, several=self.use.parallel)
 
     def finish_reason(self, reason: str, num_calls: int) -> str:
         """Return why an answer ended. As in OpenAI's API, an answer with calls ends for them, unless it was cut off or

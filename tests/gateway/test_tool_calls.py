@@ -238,3 +238,11 @@ def test_a_constraint_allows_calls_that_the_reader_reads_and_nothing_else(style:
         assert read(made, both) == ("", [("f", '{"a": 5}'), ("get_weather", '{"city": "Paris"}')])
     for wrong in ("", "Hello", begin + call("g", "{}") + end, begin + call("f", '{"a": "x"}') + end, begin + one):
         assert not allows(wrong) or (wrong == begin + one and not end)
+
+
+def test_calls_after_the_first_one_are_left_out_where_one_is_allowed() -> None:
+    text = 'So: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    for pieces in ([text * 3], list(text * 3)):
+        reader = CallReader(HERMES, NAMES, several=False)
+        assert folded([*map(reader.push, pieces), reader.finish()]) == ("So:\nSo:\nSo:", [("f", '{"a": 1}')])
+        assert reader.num_calls == 3

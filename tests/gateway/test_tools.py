@@ -17,6 +17,7 @@ from corun.completion import Chunk
 from corun.errors import InvalidArgumentError
 from corun.gateway.chat_responses import CHAT as CHAT_SHAPE
 from corun.gateway.chats import call_style, read_chat_request
+from corun.gateway.tools import message
 from corun.params import SamplingParams
 from corun.testing import engines
 from corun.types import TemplateSource
@@ -149,6 +150,13 @@ def test_a_choice_that_forces_a_call_is_a_constraint(template: str) -> None:
     assert "get_weather" not in named.params.constraint[1]
     assert named.calls.finish_reason("stop", 1) == "stop", "as in OpenAI's API"
     assert named.names["structured_outputs"] == "tools"
+
+
+@pytest.mark.parametrize(("parallel", "names"), [(True, ["get_weather", "stop"]), (False, ["get_weather"])])
+def test_an_answer_has_one_call_if_no_more_are_wanted(parallel: bool, names: list[str]) -> None:
+    said, num_calls = message(TEXT, asked(QWEN, parallel_tool_calls=parallel).calls, 7)
+    assert [call["function"]["name"] for call in said["tool_calls"]] == names
+    assert num_calls == len(names)
 
 
 def test_a_long_prompt_is_read_once_for_the_ids_of_all_calls() -> None:
