@@ -53,6 +53,8 @@ class Certification:
 
         piece: the tokens of the pieces that attention cuts a sequence into; 0: it cuts none. company_blocks: the KV
         blocks that are left to other sequences in the steps (`_company`).
+
+        Raises RuntimeError if there is less than a KV block for each slot.
         """
         self.steps = 0
         self.comparisons = 0
@@ -65,6 +67,8 @@ class Certification:
         taken = sum(map(self._blocks_of, long))
         share = (room - taken) // slots * stepper.block_size
         self._longest = min(LONGEST, stepper.max_model_len - STEPS, share - STEPS)
+        if self._longest < 1:
+            raise RuntimeError(f"{slots} slots have {room} KV blocks and need {slots}: give them memory, or take fewer")
         self._pool = BlockPool(stepper, taken + slots * self._blocks_of(self._longest), self._draw, SEED)
         short = min(PROBES, slots) - (0 if piece else len(long))
         lengths = [*(self._draw.randint(1, self._longest) for _ in range(short)), *long]

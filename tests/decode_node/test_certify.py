@@ -76,6 +76,11 @@ def test_few_rows_and_little_room_suffice(rows: int, num_blocks: int) -> None:
     assert certify(FakeStepper(num_blocks=num_blocks), rows) == ""
 
 
+def test_less_than_a_block_for_each_slot_is_refused_in_words() -> None:
+    with pytest.raises(RuntimeError, match=f"{ROWS} slots have {ROWS - 1} KV blocks and need {ROWS}: "):
+        certify(FakeStepper(num_blocks=ROWS))
+
+
 PIECE = 64
 """The tokens of a piece, where attention cuts long sequences. In 62 blocks, sequences that are not to be cut are
 shorter."""
