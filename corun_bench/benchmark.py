@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
 
 from corun.client.progress import ProgressBar
 from corun.errors import INTERRUPTED, CorunError, InternalError, InvalidArgumentError
@@ -124,17 +123,16 @@ def _show(benchmark: Benchmark) -> None:
     if benchmark.options.save_result:
         for number, row in enumerate(result["runs"]):
             (directory / f"run-{number}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    console = Console(stderr=True)
-    console.width = max(console.width, 130)  # A log has no width.
+    console = tables.console(stderr=True)
     for line in conditions.lines(result["conditions"], result["systems"]):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True)
     if result["runs"]:
         found = results.merge({RESULT: result})
         pages = report.write(found, directory)
         console.print(tables.printed(found, report.choose_baseline(found, "")))
         console.print(f"{directory / RESULT}\n{pages[0]}", soft_wrap=True)
     for failure in benchmark.failures:
-        console.print(f"not measured: {failure}", style="red", soft_wrap=True, markup=False)
+        console.print(f"not measured: {failure}", style="red", soft_wrap=True)
     short = {name: value for name, value in result.items() if name not in ("systems", "runs")}
     lists = ("timeline", "ttfts", "tpots")
     short["runs"] = [{key: value for key, value in row.items() if key not in lists} for row in result["runs"]]

@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from corun_bench import tables
 from corun_bench.results import Json, Spread, leaves, median_of, merge, mismatch_rate, spread_of
 
 THROUGHPUT = "output_throughput"
@@ -66,14 +63,12 @@ def ratio(a: Spread | None, b: Spread | None) -> list[float] | None:
 
 def show(comparison: Mapping[str, Any]) -> None:
     """Print the warnings, then the table."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200  # A file has no width.
+    console = tables.console()
     for name, (a, b) in comparison["differing"].items():
         console.print(f"warning: {name} differs: {a} != {b}", style="yellow", soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="a → b", title_justify="left")
-    for name in ("workload", "system", "output tok/s", "b/a", *(f"{name} ms" for name in LATENCIES), "mismatches"):
-        table.add_column(name, overflow="fold")
+    heads = (f"{name} ms" for name in LATENCIES)
+    table = tables.grid("workload", "system", "output tok/s", "b/a", *heads, "mismatches")
+    table.title, table.title_justify = "a → b", "left"
     for row in comparison["rows"]:
         found = row["ratio"]
         rate = "-" if found is None else f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"

@@ -11,14 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from corun.client.progress import ProgressBar
 from corun.errors import InvalidArgumentError
 from corun.models import resolve_model
-from corun_bench import conditions, metrics, rates, results, workloads
+from corun_bench import conditions, metrics, rates, results, tables, workloads
 from corun_bench.driver import Workload
 from corun_bench.options import PlanOptions
 from corun_bench.simulation import NodeCounts, Rates, Simulated, at_best, simulate, work_s
@@ -274,17 +270,14 @@ def _flexed(found: Simulated, colocated: int) -> Row:
 
 def show(found: dict[str, Any]) -> None:
     """Print the rates, the table and the reasons."""
-    console = Console(highlight=False, markup=False)
+    console = tables.console()
     flexes = "flexed" in found["placements"][0]
-    console.width = max(console.width, 130 + 20 * flexes)  # A file has no width.
     given = ", ".join(f"{name} {value}" for name, value in found["rates"].items())
     console.print(f"rates of a node: {given}", soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     good = [f"good/s, of all ({' '.join(f'{name}:{limit:g}' for name, limit in found['goodput'].items())})"]
-    names = ["placement", "GPUs", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "load P, D, C"]
-    names += ["prompts only, last"] * flexes
-    for name in names[:3] + good * bool(found["goodput"]) + names[3:]:
-        table.add_column(name, justify="left" if name == "placement" else "right")
+    times = ["TTFT p50", "p99 ms", "TPOT p50", "p99 ms"]
+    heads = ["GPUs", "tokens/s", *good * bool(found["goodput"]), *times, "load P, D, C"]
+    table = tables.grid("placement", numbers=heads + ["prompts only, last"] * flexes)
     for row in found["placements"]:
         cells = [row["placement"], str(row["gpus"]), f"{row['output_throughput']:,.0f}"]
         if found["goodput"]:

@@ -6,10 +6,11 @@ Owns which numbers stand side by side, and what they are compared with. This mod
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
+from rich.console import Console
 from rich.table import Column
 from rich.table import Table as Printed
 from rich.text import Text
@@ -33,6 +34,8 @@ NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 GOOD = "good requests/s"
 """The column of requests that kept all limits of `--goodput`; it is there where a run had limits."""
+WIDTH = 200
+"""The least width of what is printed, in characters: a file has no width, and a narrow terminal would cut cells."""
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "e2e"}
 _STYLES = {"good": "green", "bad": "red", "dim": "dim"}
 
@@ -69,11 +72,11 @@ def summary(results: Results, baseline: str) -> Table:
     for name in systems:
         value, gpus = aggregate(results, name, shared), results.gpus(name)
         cells = {
-            "GPUs": _count(gpus),
-            "workloads": _count(len(shared)),
-            "output tokens/s": _number(value),
-            f"{TIMES} {baseline}": _ratio(value, base),
-            "per GPU": _number(value / gpus if value and gpus else None),
+            "GPUs": _cell(gpus or None, "d"),
+            "workloads": _cell(len(shared) or None, "d"),
+            "output tokens/s": _cell(value),
+            f"{TIMES} {baseline}": _cell(_over(value, base), ".2f"),
+            "per GPU": _cell(_over(value, gpus)),
             "bits differ": _bits(results, name),
             "failed": _failed([run for run in results.runs if run["system"] == name]),
         }
@@ -110,16 +113,16 @@ def throughputs(results: Results, baseline: str) -> Table:
     def cells(system: str, workload: str, runs: list[Json], base: list[Json]) -> dict[str, Cell]:
         value, gpus = median_of(runs, "output_throughput"), results.gpus(system)
         return {
-            "GPUs": _count(gpus),
+            "GPUs": _cell(gpus or None, "d"),
             **_speed(runs, base, baseline),
-            "per GPU": _number(value / gpus if value is not None and gpus else None),
+            "per GPU": _cell(_over(value, gpus)),
             "bits differ": _bits(results, system, workload),
-            "total tokens/s": _number(median_of(runs, "total_token_throughput")),
-            GOOD: _number(median_of(runs, "request_goodput")),
-            "decode peak tokens/s": _number(median_of(runs, "peak_decode_tokens_per_s")),
-            "slots in use": _share(median_of(runs, "slot_occupancy")),
-            "padding": _share(median_of(runs, "padding_waste")),
-            "repeats": _count(len(runs)),
+            "total tokens/s": _cell(median_of(runs, "total_token_throughput")),
+            GOOD: _cell(median_of(runs, "request_goodput")),
+            "decode peak tokens/s": _cell(median_of(runs, "peak_decode_tokens_per_s")),
+            "slots in use": _cell(median_of(runs, "slot_occupancy"), ".1%"),
+            "padding": _cell(median_of(runs, "padding_waste"), ".1%"),
+            "repeats": _cell(len(runs) or None, "d"),
             "failed": _failed(runs),
         }
 
@@ -130,11 +133,7 @@ def latencies(results: Results, baseline: str) -> Table:
     """Return the latencies in ms, each a median over repeats."""
 
     def cells(system: str, workload: str, runs: list[Json], base: list[Json]) -> dict[str, Cell]:
-        return {
-            f"{title} {statistic}": _number(median_of(runs, f"{statistic}_{key}_ms"))
-            for key, title in _LATENCIES.items()
-            for statistic in ("mean", "median", "p90", "p99")
-        }
+        return _latency(runs, _LATENCIES, ("mean", "median", "p90", "p99"))
 
     return _by_workload(results, baseline, cells)
 
@@ -143,29 +142,39 @@ def printed(results: Results, baseline: str) -> Printed:
     """Return the few columns that fit a terminal, speed beside determinism; a workload is named in its first row."""
 
     def cells(system: str, workload: str, runs: list[Json], base: list[Json]) -> dict[str, Cell]:
-        latency = {
-            f"{_LATENCIES[key]} {statistic} ms": _number(median_of(runs, f"{statistic}_{key}_ms"))
-            for key in ("ttft", "tpot")
-            for statistic in ("median", "p99")
+        return {
+            **_speed(runs, base, baseline),
+            **_latency(runs, ("ttft", "tpot"), ("median", "p99"), unit=" ms"),
+            GOOD: _cell(median_of(runs, "request_goodput")),
+            "padding": _cell(median_of(runs, "padding_waste"), ".1%"),
+            "bits differ": _bits(results, system, workload),
         }
-        more = {"padding": _share(median_of(runs, "padding_waste")), "bits differ": _bits(results, system, workload)}
-        good = {GOOD: _number(median_of(runs, "request_goodput"))}
-        return {**_speed(runs, base, baseline), **latency, **good, **more}
 
     return as_rich(_by_workload(results, baseline, cells), "workload", "system")
 
 
 def as_rich(table: Table, *names: str) -> Printed:
     """Return a table for a terminal. names: the heads of the columns of section titles and of row names."""
-    # A long name goes on in the next line, since a workload without its end could be another one.
-    made = Printed(*(Column(name, overflow="fold") for name in names), box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns(table):
-        made.add_column(column, justify="right")
+    made = grid(*names, numbers=columns(table))
     for title, rows in table.items():
         for i, (name, row) in enumerate(rows):
             texts = (Text(cell.text, _STYLES.get(cell.kind, "")) for cell in row.values())
             made.add_row(Text("" if i else title), Text(name), *texts)
     return made
+
+
+def grid(*names: str, numbers: Iterable[str] = ()) -> Printed:
+    """Return an empty table for a terminal. names, numbers: the heads of its columns; numbers stand on the right."""
+    # A long name goes on in the next line, since a workload without its end could be another one.
+    heads = [Column(name, overflow="fold") for name in names] + [Column(name, justify="right") for name in numbers]
+    return Printed(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return where results are printed: as they are, on at least `WIDTH` characters."""
+    found = Console(stderr=stderr, highlight=False, markup=False)
+    found.width = max(found.width, WIDTH)
+    return found
 
 
 def columns(table: Table) -> list[str]:
@@ -199,15 +208,15 @@ def systems(results: Results) -> Table:
         fingerprint = str(entry.get("fingerprint") or NOTHING)
         cells = {
             "GPUs (prefill + decode)": Cell(split if gpus else NOTHING),
-            "slots": _number(number(entry, "slots")),
-            "ready after s": _number(number(entry, "ready_s")),
-            "RSS MiB": Cell(f"{sum(sizes):,.0f}" if sizes else NOTHING),
+            "slots": _cell(number(entry, "slots")),
+            "ready after s": _cell(number(entry, "ready_s")),
+            "RSS MiB": _cell(sum(sizes) if sizes else None, ",.0f"),
             "of which": Cell(_listed(memory), "dim"),
             "GPU memory": Cell(_listed(mapping(entry, "gpu_memory"))),
-            "handoffs": _number(number(handoff, "count")),
+            "handoffs": _cell(number(handoff, "count")),
             "failed": _failed([handoff]) if handoff else Cell(NOTHING),
-            "handoff ms": _number(number(handoff, "mean_ms")),
-            "handoff GB/s": _number(number(handoff, "gb_per_s")),
+            "handoff ms": _cell(number(handoff, "mean_ms")),
+            "handoff GB/s": _cell(number(handoff, "gb_per_s")),
             "fingerprint": Cell(fingerprint if len(fingerprint) <= 24 else f"{fingerprint[:23]}…", "dim"),
         }
         rows.append((entry["system"], cells))
@@ -223,10 +232,10 @@ def kernels(entries: Sequence[Json]) -> Table:
     for entry in sorted(entries, key=lambda entry: (number(entry, "rows") or 0, order.index(entry["variant"]))):
         rows, value = number(entry, "rows"), number(entry, "median_us")
         cells = {
-            "rows": _number(rows),
-            "median µs": Cell("failed", "bad") if entry.get("error") else _number(value),
+            "rows": _cell(rows),
+            "median µs": Cell("failed", "bad") if entry.get("error") else _cell(value),
             "min … max": _range(number(entry, "min_us"), number(entry, "max_us")),
-            f"{TIMES} {STD}": _ratio(value, bases.get((entry["kernel"], rows))),
+            f"{TIMES} {STD}": _cell(_over(value, bases.get((entry["kernel"], rows))), ".2f"),
             "batch-invariant": _invariant(entry, "batch"),
             "position-invariant": _invariant(entry, "position"),
         }
@@ -251,13 +260,21 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _latency(runs: list[Json], keys: Iterable[str], statistics: Sequence[str], *, unit: str = "") -> dict[str, Cell]:
+    return {
+        f"{_LATENCIES[key]} {statistic}{unit}": _cell(median_of(runs, f"{statistic}_{key}_ms"))
+        for key in keys
+        for statistic in statistics
+    }
+
+
 def _speed(runs: list[Json], base: list[Json], baseline: str) -> dict[str, Cell]:
     found = spread_of(runs, "output_throughput")
     several = found is not None and found.repeats > 1
     return {
-        "output tokens/s": _number(found.median if found else None),
+        "output tokens/s": _cell(found.median if found else None),
         "min … max": _range(found.min, found.max) if found and several else Cell(NOTHING),
-        f"{TIMES} {baseline}": _ratio(*(median_of(rows, "output_throughput") for rows in (runs, base))),
+        f"{TIMES} {baseline}": _cell(_over(*(median_of(rows, "output_throughput") for rows in (runs, base))), ".2f"),
     }
 
 
@@ -276,24 +293,18 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else compact(value)
 
 
-def _number(value: float | None) -> Cell:
-    return Cell(NOTHING if value is None else _digits(value))
+def _cell(value: float | None, form: str = "") -> Cell:
+    """Return a number as text, or a dash for None. form: a format of Python; empty: few characters."""
+    return Cell(NOTHING if value is None else format(value, form) if form else _digits(value))
+
+
+def _over(value: float | None, unit: float | None) -> float | None:
+    """Return a number in multiples of another one; None if one is missing, or the other is 0."""
+    return None if value is None or not unit else value / unit
 
 
 def _range(low: float | None, high: float | None) -> Cell:
     return Cell(NOTHING if low is None or high is None else f"{_digits(low)} … {_digits(high)}", "dim")
-
-
-def _count(value: int) -> Cell:
-    return Cell(str(value) if value else NOTHING)
-
-
-def _share(value: float | None) -> Cell:
-    return Cell(NOTHING if value is None else f"{value:.1%}")
-
-
-def _ratio(value: float | None, base: float | None) -> Cell:
-    return Cell(NOTHING if value is None or not base else f"{value / base:.2f}")
 
 
 def _bits(results: Results, system: str, workload: str | None = None) -> Cell:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from corun.client.progress import ProgressBar
@@ -37,7 +34,6 @@ _CPU_RANKS = 3  # Two ranks would be too few: two values have the same sum in ei
 _MOST_RANKS = 8
 _WORKER = "corun_bench.kernels.worker"
 _FACTS_TIMEOUT_S = 300.0
-_WIDTH = 130  # The width of the output in a file or a pipe.
 _YES_NO = {True: "yes", False: "no", None: "-"}
 
 
@@ -152,9 +148,9 @@ def _work(
 
 def show(report: Mapping[str, Any]) -> None:
     """Print the conditions, the tables, and what could not be measured."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = tables.console()
     for name, value in report["conditions"].items():
-        console.print(f"{name}: {value}", style="dim", markup=False)
+        console.print(f"{name}: {value}", style="dim")
     console.print(tables.as_rich(tables.kernels(report["kernels"]), "kernel", "variant"))
     console.print(_summary(report["kernels"]))
     console.print(
@@ -163,19 +159,16 @@ def show(report: Mapping[str, Any]) -> None:
     )
     for missing in report["unavailable"]:
         rows = f" at {missing['rows']} rows" if "rows" in missing else ""
-        text = f"not measured: {missing['kernel']}, {missing['variant']}{rows}: {missing['reason']}"
-        console.print(text, markup=False)
+        console.print(f"not measured: {missing['kernel']}, {missing['variant']}{rows}: {missing['reason']}")
     for row in report["kernels"]:
         if row["error"]:
             text = f"failed: {row['kernel']}, {row['variant']}, {row['rows']} rows: {row['error']}"
-            console.print(text, style="red", markup=False)
+            console.print(text, style="red")
 
 
 def _summary(rows: Sequence[Row]) -> Table:
     """Return the paper's Table I: each kernel and variant over all its row counts."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("kernel", "variant", "batch-invariant", "position-invariant", "what ran"):
-        table.add_column(title, no_wrap=title != "what ran")
+    table = tables.grid("kernel", "variant", "batch-invariant", "position-invariant", "what ran")
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if not row["error"]:
