@@ -17,7 +17,8 @@ from corun.models import resolve_model
 from corun_bench import conditions, metrics, rates, results, tables, workloads
 from corun_bench.driver import Workload
 from corun_bench.options import PlanOptions
-from corun_bench.simulation import NodeCounts, Rates, Simulated, at_best, simulate, work_s
+from corun_bench.simulation import Rates, Simulated, at_best, simulate, work_s
+from corun_bench.systems import NodeCounts
 
 SCHEMA = "corun-plan-1"
 LEAST_PROMPTS = 300

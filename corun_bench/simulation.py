@@ -23,14 +23,14 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from corun.errors import InvalidArgumentError
 from corun.room import blocks_needed, places
 from corun.types import NodeLoad
 from corun_bench.driver import Outcome, Request, Run, Workload
-from corun_bench.systems import PLACEMENT
+from corun_bench.systems import NodeCounts
 from router.flexing import Flexing
 from router.placement import PREFILLS_IN_FLIGHT, STEPS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom, choose_pair
 
@@ -41,7 +41,6 @@ BLOCK_SIZE = 16
 """The tokens of a KV block, as in vLLM on a GPU."""
 REPORT_S = 1.0
 """The time from one report of a node to the next, in seconds: the default of `heartbeat_interval_ms`."""
-_KINDS = {"p": "prefill", "d": "decode", "c": "colocated"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,40 +75,6 @@ class Rates:
     def decode_tokens_per_s(self) -> float:
         """The output tokens a second of a node whose slots are all in use."""
         return self.slots / self.step_s(self.slots)
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class NodeCounts:
-    """The nodes of a cluster, by kind, as in "2p1d" and "1p1d2c"."""
-
-    prefill: int = 0
-    decode: int = 0
-    colocated: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> NodeCounts:
-        """Read a placement. Raises InvalidArgumentError for one that is none, or that lacks a side."""
-        found = PLACEMENT.fullmatch(text)
-        if not found:
-            raise InvalidArgumentError("placements", text, "must be numbers of nodes, as in 2p1d, 3c or 1p1d2c")
-        prefill, decode, colocated = (int(number or 0) for number in found.groups())
-        counts = cls(prefill=prefill, decode=decode, colocated=colocated)
-        if not counts.serves:
-            raise InvalidArgumentError("placements", text, "must have a node that prefills and one that decodes")
-        return counts
-
-    @property
-    def name(self) -> str:
-        return "".join(f"{getattr(self, kind)}{letter}" for letter, kind in _KINDS.items() if getattr(self, kind))
-
-    @property
-    def engines(self) -> int:
-        return self.prefill + self.decode + self.colocated
-
-    @property
-    def serves(self) -> bool:
-        """Whether there is a node for each of the two roles."""
-        return bool(self.prefill + self.colocated and self.decode + self.colocated)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -240,43 +205,18 @@ class _Node(Generic[R]):
     heard_at: float = 0.0
 
 
+@dataclass(kw_only=True, slots=True)
 class Flexed:
     """What targets of latency changed in a run."""
 
-    def __init__(self, flexing: Flexing, prefills: list[_Node[PrefillRoom]], decodes: list[_Node[DecodeRoom]]) -> None:
-        self.times = 0
-        """How often a colocated node began to take prompts only."""
-        self.prompts_only_s = 0.0
-        """For how long nodes took prompts only, all of them together."""
-        self.prompts_last_s = 0.0
-        """For how long nodes got prompts last, because their steps were too slow, all of them together."""
-        self._flexing = flexing
-        self._prefills, self._decodes = prefills, decodes
-        self._num_slow = 0
-        self._reviewed_at = 0.0
-
-    def report(self, now: float) -> None:
-        """Let all nodes report what they do."""
-        for prefill in self._prefills:
-            tokens = prefill.engine.whole_prompt_tokens
-            prefill.load = NodeLoad(queued_prompt_tokens=prefill.room.queued_tokens, tokens=tokens)
-            prefill.heard_at = now
-        for decode in self._decodes:
-            decode.load = NodeLoad(used_slots=decode.engine.used_slots, steps=decode.engine.decode_steps)
-            decode.heard_at = now
-
-    def review(self, head: Need | None, waiting_tokens: int, now: float) -> bool:
-        """Let the router look at its nodes again. Return whether a node takes prompts only from now on, or no longer.
-
-        head, waiting_tokens: as for `Flexing.review`.
-        """
-        self.prompts_only_s += self._flexing.num_prompts_only * (now - self._reviewed_at)
-        self.prompts_last_s += self._num_slow * (now - self._reviewed_at)
-        self._reviewed_at = now
-        changed = self._flexing.review(self._decodes, self._prefills, head, waiting_tokens, now)
-        self.times += sum(node.room.prompts_only for node in changed)
-        self._num_slow = sum(node.room.is_slow for node in self._prefills)
-        return bool(changed)
+    times: int = 0
+    """How often a colocated node began to take prompts only."""
+    prompts_only_s: float = 0.0
+    """For how long nodes took prompts only, all of them together."""
+    prompts_last_s: float = 0.0
+    """For how long nodes got prompts last, because their steps were too slow, all of them together."""
+    until_s: float = 0.0
+    """Up to when these times count."""
 
 
 @dataclass(kw_only=True)
@@ -351,14 +291,14 @@ class _Cluster:
         if rates.kv_tokens and longest > rates.kv_tokens // BLOCK_SIZE * BLOCK_SIZE:
             raise InvalidArgumentError("kv_tokens", rates.kv_tokens, f"must hold the longest request, {longest} tokens")
         kv_blocks = rates.kv_tokens // BLOCK_SIZE or places(rates.slots) * blocks_needed(longest, BLOCK_SIZE)
-        for letter, kind in _KINDS.items():
-            for number in range(getattr(counts, kind)):
-                self._add(Engine(f"{letter}{number}", kind, rates), kv_blocks)
-        self._flexed: Flexed | None = None
-        if counts.colocated and flexing.has_target:
-            prefills = [_Node(name, self._engine_of[name], room) for name, room in sorted(self._prefills.items())]
-            decodes = [_Node(name, self._engine_of[name], room) for name, room in sorted(self._decodes.items())]
-            self._flexed = Flexed(flexing, prefills, decodes)
+        for kind, count in asdict(counts).items():
+            for number in range(count):
+                self._add(Engine(f"{kind[0]}{number}", kind, rates), kv_blocks)
+        self._flexing = flexing
+        self._flexed = Flexed() if counts.colocated and flexing.has_target else None
+        self._prefill_nodes = [_Node(name, self._engine_of[name], one) for name, one in sorted(self._prefills.items())]
+        self._decode_nodes = [_Node(name, self._engine_of[name], one) for name, one in sorted(self._decodes.items())]
+        if self._flexed:
             self._at(REPORT_S, None)
         self._samples = [
             _Sample(
@@ -480,18 +420,30 @@ class _Cluster:
             self._change()
 
     def _report(self) -> None:
-        """Let all nodes report, now and while anything is ahead."""
-        assert self._flexed is not None
-        if self._events:
-            self._flexed.report(self._now)
-            self._change()
-            self._at(self._now + REPORT_S, None)
+        """Let all nodes report what they do, now and while anything is ahead."""
+        if not self._events:
+            return
+        for prefill in self._prefill_nodes:
+            tokens = prefill.engine.whole_prompt_tokens
+            prefill.load = NodeLoad(queued_prompt_tokens=prefill.room.queued_tokens, tokens=tokens)
+            prefill.heard_at = self._now
+        for decode in self._decode_nodes:
+            decode.load = NodeLoad(used_slots=decode.engine.used_slots, steps=decode.engine.decode_steps)
+            decode.heard_at = self._now
+        self._change()
+        self._at(self._now + REPORT_S, None)
 
     def _change(self) -> None:
-        """Let the router do what it does after a change of the nodes."""
+        """Let the router do what it does after a change of the nodes: place samples, and look at its nodes again."""
         self._pump()
-        head = self._queue[0].need if self._queue else None
-        if self._flexed and self._flexed.review(head, self._tokens_to_compute, self._now):
+        if (flexed := self._flexed) is None:
+            return
+        seconds, flexed.until_s = self._now - flexed.until_s, self._now
+        flexed.prompts_only_s += seconds * self._flexing.num_prompts_only
+        flexed.prompts_last_s += seconds * sum(room.is_slow for room in self._prefills.values())
+        head, prefills = self._queue[0].need if self._queue else None, self._prefill_nodes
+        if changed := self._flexing.review(self._decode_nodes, prefills, head, self._tokens_to_compute, self._now):
+            flexed.times += sum(node.room.prompts_only for node in changed)
             self._pump()
 
     def _hand_over(self, sample: _Sample) -> None:

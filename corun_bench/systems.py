@@ -44,8 +44,7 @@ COLOCATED = "colocated"
 """The placement with a colocated node on every GPU."""
 GPU_MEMORY = 0.84
 """The share of a GPU's memory for all engines on it together; graphs, NIXL and CUDA contexts come on top."""
-PLACEMENT = re.compile(r"(?=.)(?:(\d{1,5})p)?(?:(\d{1,5})d)?(?:(\d{1,5})c)?")
-"""The numbers of prefill, decode and colocated nodes, as in 2p1d, 1p1d2c and 1d3c."""
+_COUNTS = re.compile(r"(?=.)(?:(\d{1,5})p)?(?:(\d{1,5})d)?(?:(\d{1,5})c)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,45 @@ class EngineSettings(Machine):
         return self.kind.startswith("colocated")
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class NodeCounts:
+    """The nodes of a cluster, by kind, as in "2p1d", "1p1d2c" and "1d3c"."""
+
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> NodeCounts:
+        """Read a placement. Raises InvalidArgumentError for one that is none, or that lacks a side."""
+        if (counts := cls.find(text)) is None:
+            raise InvalidArgumentError("placements", text, "must be numbers of nodes, as in 2p1d, 3c or 1p1d2c")
+        if not counts.serves:
+            raise InvalidArgumentError("placements", text, "must have a node that prefills and one that decodes")
+        return counts
+
+    @classmethod
+    def find(cls, text: str) -> NodeCounts | None:
+        """Return the numbers of nodes that a text has; None for another text."""
+        if (found := _COUNTS.fullmatch(text)) is None:
+            return None
+        prefill, decode, colocated = (int(number or 0) for number in found.groups())
+        return cls(prefill=prefill, decode=decode, colocated=colocated)
+
+    @property
+    def name(self) -> str:
+        return "".join(f"{count}{kind[0]}" for kind, count in asdict(self).items() if count)
+
+    @property
+    def engines(self) -> int:
+        return self.prefill + self.decode + self.colocated
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a node for each of the two roles."""
+        return bool(self.prefill + self.colocated and self.decode + self.colocated)
+
+
 class Places(NamedTuple):
     """The places of a system's engines. Prefill and decode have the same ones where a stock engine does both."""
 
@@ -116,8 +154,8 @@ class System:
     name: str
     kind: str
     placement: str = ""
-    """The placement of prefill, decode and colocated nodes: `PLACEMENT`, "shared", "colocated", or empty for the pairs
-    that the GPUs allow."""
+    """The placement of the nodes: their `NodeCounts`, "shared", "colocated", or empty for the pairs that the GPUs
+    allow."""
     slots: int = 0
     """The number of slots; 0: the machine's."""
 
@@ -128,14 +166,12 @@ class System:
         placement, _, slots = rest.partition(":")
         if kind not in KINDS:
             raise InvalidArgumentError("systems", name, f"must be one of {', '.join(KINDS)}")
-        found = PLACEMENT.fullmatch(placement)
-        if placement and (kind not in PAIRED or not (found or placement in (SHARED, COLOCATED))):
+        counts = NodeCounts.find(placement)
+        if placement and (kind not in PAIRED or not (counts or placement in (SHARED, COLOCATED))):
             limit = f"must be shared or XpYd, as in cluster:2p1d or cluster:1d1c, and only {', '.join(PAIRED)} have one"
             raise InvalidArgumentError("systems", name, limit)
-        if kind not in CLUSTERS and (placement == COLOCATED or (found and found[3])):
-            limit = (
-                "must be without colocated nodes: only clusters have them, as in cluster:colocated or cluster:1p1d1c"
-            )
+        if kind not in CLUSTERS and (placement == COLOCATED or (counts and counts.colocated)):
+            limit = "must be without colocated nodes: only clusters have them, as in cluster:colocated, cluster:1p1d1c"
             raise InvalidArgumentError("systems", name, limit)
         if slots and not slots.isdecimal():
             raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
@@ -163,20 +199,20 @@ class System:
             return Places(everywhere, everywhere)
         if self.placement == COLOCATED:
             return Places((), (), everywhere)
-        if not (found := PLACEMENT.fullmatch(self.placement)):
+        if (counts := NodeCounts.find(self.placement)) is None:
             if devices == 1:
                 return Places((0,), (0,))
             return Places(everywhere[: devices // 2], everywhere[devices // 2 :])
-        prefill, decode, colocated = (int(number or 0) for number in found.groups())
-        if not min(prefill, decode) + colocated:
+        if not counts.serves:
             raise InvalidArgumentError("systems", self.name, "must have a node for prefill and one for decode")
         if not machine.gpus:
-            return Places((0,) * prefill, (0,) * decode, (0,) * colocated)
-        if prefill + decode + colocated > devices:
+            return Places((0,) * counts.prefill, (0,) * counts.decode, (0,) * counts.colocated)
+        if counts.engines > devices:
             limit = f"must leave a GPU to each engine; there are {devices} places"
             raise InvalidArgumentError("systems", self.name, limit)
-        first = prefill + decode
-        return Places(everywhere[:prefill], everywhere[prefill:first], everywhere[first : first + colocated])
+        colocated = counts.prefill + counts.decode  # The first of them.
+        paired = everywhere[: counts.prefill], everywhere[counts.prefill : colocated]
+        return Places(*paired, everywhere[colocated : counts.engines])
 
     def gpus(self, machine: Machine) -> dict[str, int]:
         """Return how many GPUs (or CPUs) prefill, decode and both together use."""

@@ -11,7 +11,8 @@ import pytest
 from corun.errors import InvalidArgumentError
 from corun_bench import simulation, workloads
 from corun_bench.driver import Request, Run, Workload
-from corun_bench.simulation import STEP_TOKENS, NodeCounts, Rates, Simulated, at_best, simulate, work_s
+from corun_bench.simulation import STEP_TOKENS, Rates, Simulated, at_best, simulate, work_s
+from corun_bench.systems import NodeCounts
 from router import placement as router_placement
 
 RATES = Rates(
@@ -110,18 +111,6 @@ def test_step_times() -> None:
     assert [RATES.step_s(rows) for rows in (1, 2, 4, 5)] == pytest.approx([0.01, 0.015, 0.025, 0.03])
     assert replace(RATES, decode_steps=((4, 0.02), (8, 0.03))).step_s(1) == 0.02
     assert replace(RATES, decode_steps=((4, 0.02),)).step_s(8) == 0.04
-
-
-@pytest.mark.parametrize("text", ["", "1p", "2d", "1x", "p1d", "0p0d", "1d1p"])
-def test_no_placement(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="placements"):
-        NodeCounts.parse(text)
-
-
-def test_placements() -> None:
-    assert NodeCounts.parse("2p1d3c") == NodeCounts(prefill=2, decode=1, colocated=3)
-    assert NodeCounts.parse("2p1d3c").name == "2p1d3c"
-    assert NodeCounts.parse("0p0d1c").name == "1c"
 
 
 def test_at_best() -> None:

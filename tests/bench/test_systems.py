@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun_bench.systems import KINDS, Machine, Places, System, parse_systems
+from corun_bench.systems import KINDS, Machine, NodeCounts, Places, System, parse_systems
 
 CPU = Machine(model="m", cores=(0, 1, 2, 3))
 ONE = Machine(model="m", gpus=(5,))
@@ -40,6 +40,18 @@ def test_all_kinds_have_a_name_and_a_meaning() -> None:
 def test_systems_that_are_none_or_have_no_room_are_refused(name: str, limit: str) -> None:
     with pytest.raises(InvalidArgumentError, match=limit):
         parse_systems([name])[0].places(TWO)
+
+
+@pytest.mark.parametrize("text", ["", "1p", "2d", "1x", "p1d", "0p0d", "1d1p"])
+def test_no_placement(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="placements"):
+        NodeCounts.parse(text)
+
+
+def test_placements() -> None:
+    assert NodeCounts.parse("2p1d3c") == NodeCounts(prefill=2, decode=1, colocated=3)
+    assert NodeCounts.parse("2p1d3c").name == "2p1d3c"
+    assert NodeCounts.parse("0p0d1c").name == "1c"
 
 
 @pytest.mark.parametrize("name", ["bi", "cluster+own-length:colocated"])
