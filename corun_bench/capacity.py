@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -25,14 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import corun
 from corun.client.client import Client
 from corun.client.progress import ProgressBar
 from corun.errors import UnavailableError
@@ -40,7 +37,7 @@ from corun.models import tiny
 from corun.rpc.ports import reserve
 from corun.types import NodeState
 from corun_bench.children import Processes
-from corun_bench.conditions import cpu
+from corun_bench.conditions import cpu, load_average, versions
 from corun_bench.fake_node import DIRECT_METHOD
 from corun_bench.options import CapacityOptions, plain
 
@@ -107,16 +104,13 @@ def is_carried(result: Mapping[str, Any]) -> bool:
 
 
 def conditions(setup: CapacityOptions) -> dict[str, Any]:
-    packages = ("grpcio", "protobuf", "uvloop")
     return {
         **plain(setup, CapacityOptions),
         "engines": "fake",
         "cpus": len(os.sched_getaffinity(0)),
         "processor": cpu() or "unknown",
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "python": platform.python_version(),
-        "corun": corun.__version__,
-        **{package: version(package) for package in packages},
+        "load_average": load_average(),
+        **versions(("grpcio", "protobuf", "uvloop")),
     }
 
 

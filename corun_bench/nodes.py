@@ -26,19 +26,28 @@ POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
 
 
+@dataclass(frozen=True)
+class NodePlan:
+    """One node to start."""
+
+    name: str
+    module: str
+    gpus: tuple[int, ...]
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """The nodes that the router knows it as."""
+        return (f"{self.name}-prefill", f"{self.name}-decode") if self.module == "colocated_node" else (self.name,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Which nodes run, and where."""
 
     model: str
     """Directory of a checkpoint."""
-    prefill_gpus: tuple[int, ...] | None = None
-    """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them. By default 0, but none if
-    there are colocated nodes."""
-    decode_gpus: tuple[int, ...] | None = None
-    """GPUs of the decode nodes, with the same default. Nodes that share a GPU share its memory."""
-    colocated_gpus: tuple[int, ...] = ()
-    """GPUs of the colocated nodes."""
+    nodes: tuple[NodePlan, ...]
+    """All nodes, in the order of their start. Nodes that share a GPU share its memory."""
     tensor_parallel_size: int = 1
     """GPUs of each node."""
     slots: int = 256
@@ -51,27 +60,6 @@ class Topology:
     """How decode nodes cut a row's KV; not for CPUs."""
     start_timeout_s: float = 400.0
     """The time limit for the start of all nodes together, in seconds."""
-
-    @property
-    def nodes(self) -> list[NodePlan]:
-        """All nodes, prefill nodes first.
-
-        Raises ValueError if GPUs are left over, or if no node computes prompts, or none samples.
-        """
-        default = () if self.colocated_gpus else (0,)
-        gpus = {
-            "prefill_node": default if self.prefill_gpus is None else self.prefill_gpus,
-            "decode_node": default if self.decode_gpus is None else self.decode_gpus,
-            "colocated_node": self.colocated_gpus,
-        }
-        for side in ("prefill_node", "decode_node"):
-            if not (gpus[side] or self.colocated_gpus):
-                raise ValueError(f"there must be a {side} or a colocated_node")
-        return [
-            NodePlan(f"{module[0]}{index}", module, own)
-            for module, found in gpus.items()
-            for index, own in enumerate(self._split(found))
-        ]
 
     @property
     def node_ids(self) -> set[str]:
@@ -94,26 +82,6 @@ class Topology:
             found += ["--gpu-memory-utilization", str(self.share(node))]
             found += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         return found
-
-    def _split(self, gpus: tuple[int, ...]) -> list[tuple[int, ...]]:
-        size = self.tensor_parallel_size
-        if len(gpus) % size:
-            raise ValueError(f"GPUs {gpus} cannot be shared out to nodes of {size}")
-        return [gpus[start : start + size] for start in range(0, len(gpus), size)]
-
-
-@dataclass(frozen=True)
-class NodePlan:
-    """One node to start."""
-
-    name: str
-    module: str
-    gpus: tuple[int, ...]
-
-    @property
-    def node_ids(self) -> tuple[str, ...]:
-        """The nodes that the router knows it as."""
-        return (f"{self.name}-prefill", f"{self.name}-decode") if self.module == "colocated_node" else (self.name,)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from corun_bench.children import Processes
 from corun_bench.client import ClusterTarget, OpenAiTarget
 from corun_bench.driver import Target
 from corun_bench.engines import Engine, IndependentEngines, PlainProxy
-from corun_bench.nodes import Nodes, Topology
+from corun_bench.nodes import NodePlan, Nodes, Topology
 from corun_bench.systems import CLUSTERS, PAIRED, Machine, System
 
 START_TIMEOUT_S = 600.0
@@ -150,22 +150,20 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
 @asynccontextmanager
 async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
     began = time.monotonic()
-    on_gpu = bool(machine.gpus)
-    prefill, decode, colocated = (
-        tuple(gpu for place in places for gpu in (machine.device(place) if on_gpu else (place,)))
-        for places in system.places(machine)
-    )
+    plans = [
+        NodePlan(f"{kind[0]}{index}", f"{kind}_node", machine.device(place) or (place,))
+        for kind, places in system.places(machine)._asdict().items()
+        for index, place in enumerate(places)
+    ]
     topology = Topology(
         model=machine.model,
-        prefill_gpus=prefill,
-        decode_gpus=decode,
-        colocated_gpus=colocated,
+        nodes=tuple(plans),
         tensor_parallel_size=machine.tensor_parallel_size,
         slots=system.slots_on(machine),
         chunk_size=machine.chunk_size,
         max_model_len=machine.max_model_len,
         decode_split=CLUSTERS[system.kind],
-        threads=0 if on_gpu else max(1, len(machine.cores) // 2),
+        threads=0 if machine.gpus else max(1, len(machine.cores) // 2),
         start_timeout_s=START_TIMEOUT_S,
     )
     nodes = Nodes(topology, Processes(logs), router_flags=ROUTER_FLAGS)

@@ -40,6 +40,15 @@ class Topology(nodes.Topology):
 
     model: str
     """Directory of a checkpoint, or "tiny"."""
+    nodes: tuple[NodePlan, ...] = field(init=False)
+    """All nodes, prefill nodes first."""
+    prefill_gpus: tuple[int, ...] | None = None
+    """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them. By default 0, but none if
+    there are colocated nodes."""
+    decode_gpus: tuple[int, ...] | None = None
+    """GPUs of the decode nodes, with the same default. Nodes that share a GPU share its memory."""
+    colocated_gpus: tuple[int, ...] = ()
+    """GPUs of the colocated nodes."""
     max_model_len: int = 0
     """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
     gpu_memory_utilization: float = 0.0
@@ -54,11 +63,31 @@ class Topology(nodes.Topology):
     """More flags of every node."""
 
     def __post_init__(self) -> None:
+        """Share the GPUs out. Raises ValueError if some are left over, or if no node prefills, or none samples."""
+        object.__setattr__(self, "nodes", self._plans())
         if self.model == "tiny":
             object.__setattr__(self, "model", str(tiny.ensure()))
         if not self.max_model_len:
             config = json.loads((Path(self.model) / "config.json").read_text())
             object.__setattr__(self, "max_model_len", min(MAX_MODEL_LEN, config["max_position_embeddings"]))
+
+    def _plans(self) -> tuple[NodePlan, ...]:
+        default, size = () if self.colocated_gpus else (0,), self.tensor_parallel_size
+        gpus = {
+            "prefill_node": default if self.prefill_gpus is None else self.prefill_gpus,
+            "decode_node": default if self.decode_gpus is None else self.decode_gpus,
+            "colocated_node": self.colocated_gpus,
+        }
+        for side, found in gpus.items():
+            if not (found or gpus["colocated_node"] or side == "colocated_node"):
+                raise ValueError(f"there must be a {side} or a colocated_node")
+            if len(found) % size:
+                raise ValueError(f"GPUs {found} cannot be shared out to nodes of {size}")
+        return tuple(
+            NodePlan(f"{module[0]}{place // size}", module, found[place : place + size])
+            for module, found in gpus.items()
+            for place in range(0, len(found), size)
+        )
 
     def share(self, node: NodePlan) -> float:
         return self.gpu_memory_utilization or super().share(node)

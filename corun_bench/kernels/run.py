@@ -24,6 +24,7 @@ from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
 from corun_bench import tables
 from corun_bench.children import Processes
+from corun_bench.conditions import load_average
 from corun_bench.kernels.plan import NAMES, RANK, UNSET, Row, Task, environment, missing_here, process_groups, shapes_of
 from corun_bench.options import KernelOptions, plain
 from corun_bench.results import KERNELS_SCHEMA
@@ -101,7 +102,7 @@ def _conditions(options: KernelOptions, facts: Mapping[str, Any], distribution: 
         "dtypes": list(options.dtypes),
         "ranks": options.ranks if "all_reduce" in options.kernels else 1,
         "environment": {name: value for name, value in pin.watched(os.environ).items() if name not in UNSET},
-        "load": [round(value, 2) for value in os.getloadavg()],
+        "load": load_average(),
         "inputs": "L2 flushed before every launch" if facts["device"] == "cuda" else "three, in turn",
     }
 

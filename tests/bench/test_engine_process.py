@@ -20,7 +20,7 @@ from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Request
 from corun_bench.engines import Engine
-from corun_bench.nodes import Nodes, Topology
+from corun_bench.nodes import NodePlan, Nodes, Topology
 from corun_bench.options import BenchOptions
 from corun_bench.systems import EngineSettings, Machine, System, parse_systems
 
@@ -148,7 +148,8 @@ async def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_process(
     monkeypatch.setattr(Nodes, "all_ready", lambda nodes: not loop.call_soon_threadsafe(begun.set))
     monkeypatch.setattr(Nodes, "status", lambda nodes: None)
     monkeypatch.setattr(Processes, "start", lambda self, name, *_, **__: start(self, name, "timeit", "-n1", *DEAF))
-    nodes = Nodes(Topology(model="", max_model_len=64), processes)
+    plans = NodePlan("p0", "prefill_node", (0,)), NodePlan("d0", "decode_node", (0,))
+    nodes = Nodes(Topology(model="", max_model_len=64, nodes=plans), processes)
     starting = asyncio.create_task(asyncio.to_thread(nodes.start))
     await asyncio.wait_for(begun.wait(), DEADLINE_S)
     while not all("deaf" in processes.log(name) for name in ("router", "p0", "d0")):  # noqa: ASYNC110
