@@ -33,7 +33,7 @@ from corun_bench.client import OpenAiTarget
 from corun_bench.driver import Run, Workload, drive
 from corun_bench.engines import IndependentEngines, PlainProxy
 from corun_bench.nodes import has_gpu
-from corun_bench.options import RESULT, BenchOptions, output_directory, plain
+from corun_bench.options import RESULT, BenchOptions, output_directory, plain, to_number
 from corun_bench.running import RunningSystem, foreign, up
 from corun_bench.systems import TEMPERATURE, Machine, SharedOptions, System, parse_systems
 
@@ -391,10 +391,7 @@ class Benchmark:
 
 def _percentiles(options: BenchOptions) -> tuple[float, ...]:
     text = options.metric_percentiles
-    try:
-        found = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < percent < 100 for percent in found):
+    found = tuple(to_number(word) for word in text.split(","))
+    if not all(0 < percent < 100 for percent in found):
         raise InvalidArgumentError("metric_percentiles", text, "must be numbers between 0 and 100, as in 50,90,99")
     return found

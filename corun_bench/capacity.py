@@ -29,6 +29,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.table import Table
 
 from corun.client.client import Client
 from corun.client.progress import ProgressBar
@@ -36,6 +37,7 @@ from corun.errors import UnavailableError
 from corun.models import tiny
 from corun.rpc.ports import reserve
 from corun.types import NodeState
+from corun_bench import tables
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu, load_average, versions
 from corun_bench.fake_node import DIRECT_METHOD
@@ -267,40 +269,39 @@ def _await(processes: Processes, trouble: str, is_so: Callable[[], bool]) -> Non
         processes.wait(0.05)
 
 
-def report(result: Mapping[str, Any]) -> list[str]:
-    """Return the conditions and the table as lines of text."""
+def show(result: Mapping[str, Any]) -> None:
+    """Print the conditions, and a table for each number of routers and nodes."""
+    console = tables.console()
     given = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
-    lines = [f"conditions: {given}"]
+    console.print(f"conditions: {given}", soft_wrap=True)
     for run in result.get("sweep", (result,)):
-        lines += _table(run)
-    if "sweep" in result:
-        carried = result["carried_decode_nodes"].items()
-        lines += [f"{_routers(int(number))}: {count} decode nodes carried" for number, count in carried]
-    return lines
+        setup, router = run["conditions"], run["router"]
+        nodes = f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms"
+        console.print(f"{_routers(setup['routers'])}: {nodes}")
+        paths = {path: run[path] for path in METHODS if path in run}
+        console.print(_table(paths, run["added_ms"]))
+        for path, figures in paths.items():
+            used, cores = figures["cpu_s_per_1000_tokens"], figures["cores"]
+            shown = ", ".join(f"{kind} {1000 * used[kind]:.1f} ({cores[kind]:.2f} cores)" for kind in used)
+            console.print(f"{path}: CPU us per token: {shown}")
+        console.print(f"router RSS {router['rss_mib']['router']:.0f} MiB")
+        wrong = f"{router['wrong']} of {router['samples']} samples wrong"
+        verdict = "carried" if run["carried"] else "not carried"
+        console.print(f"{verdict}: {wrong}, goal {run['goal_ms']:g} ms added up to p99")
+    for number, count in result.get("carried_decode_nodes", {}).items():
+        console.print(f"{_routers(int(number))}: {count} decode nodes carried")
 
 
 def _routers(number: int) -> str:
     return f"{number} router{'' if number == 1 else 's'}"
 
 
-def _table(run: Mapping[str, Any]) -> list[str]:
-    setup, router = run["conditions"], run["router"]
+def _table(paths: Mapping[str, Mapping[str, Any]], added_ms: Mapping[str, float]) -> Table:
     names = [*(f"{name} ms" for name in SHARES), "ITL p99", "TTFT p99", "call p99"]
-    head = f"{'':8}{'tokens/s':>10}" + "".join(f"{name:>10}" for name in names)
-    nodes = f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms"
-    lines = [f"{_routers(setup['routers'])}: {nodes}", head]
-    paths = [path for path in METHODS if path in run]
-    for path in paths:
-        figures = run[path]
-        times = [*figures["latency_ms"].values(), figures["itl_ms"]["p99"], figures["ttft_ms"]["p99"]]
-        times += [figures["empty_call_ms"]["p99"]] if "empty_call_ms" in figures else []
-        lines.append(f"{path:8}{figures['tokens_per_s']:>10.0f}" + "".join(f"{each:>10.2f}" for each in times))
-    lines.append(f"{'added':8}{'':10}" + "".join(f"{run['added_ms'][name]:>10.2f}" for name in SHARES))
-    for path in paths:
-        used, cores = run[path]["cpu_s_per_1000_tokens"], run[path]["cores"]
-        shown = ", ".join(f"{kind} {1000 * used[kind]:.1f} ({cores[kind]:.2f} cores)" for kind in used)
-        lines.append(f"{path}: CPU us per token: {shown}")
-    lines.append(f"router RSS {router['rss_mib']['router']:.0f} MiB")
-    wrong = f"{router['wrong']} of {router['samples']} samples wrong"
-    verdict = "carried" if run["carried"] else "not carried"
-    return [*lines, f"{verdict}: {wrong}, goal {run['goal_ms']:g} ms added up to p99"]
+    table = tables.grid("", numbers=["tokens/s", *names])
+    for path, figures in paths.items():
+        rest = [figures[name]["p99"] for name in ("itl_ms", "ttft_ms", "empty_call_ms") if name in figures]
+        times = (f"{each:.2f}" for each in [*figures["latency_ms"].values(), *rest])
+        table.add_row(path, f"{figures['tokens_per_s']:.0f}", *times)
+    table.add_row("added", "", *(f"{added_ms[name]:.2f}" for name in SHARES))
+    return table

@@ -183,7 +183,7 @@ class RouterBench(CapacityOptions, OneLine):
             result = capacity.sweep(self, routers, decode_nodes)
         else:
             result = capacity.measure(self)
-        print("\n".join(capacity.report(result)))
+        capacity.show(result)
         self.finish(result)
         return 0
 

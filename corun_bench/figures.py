@@ -493,7 +493,7 @@ _FIGURES: dict[str, Callable[..., Figure | None]] = {
 """All figures in the order of the page, which has the words about them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """A figure that was written."""
 
@@ -514,15 +514,14 @@ def write(results: Results, directory: Path) -> list[Chart]:
                 if figure is not None:
                     slug = re.sub(r"[^a-z0-9]+", "-", workload.lower()).strip("-")[:40] or "workload"
                     name = f"{kind}-{place}-{slug}" if workload else kind
-                    svg, paths = _save(figure, directory, name)
-                    made.append(Chart(kind=kind, workload=workload, svg=svg[svg.index("<svg") :], paths=paths))
+                    made.append(Chart(kind, workload, *_save(figure, directory, name)))
     return made
 
 
 def _save(figure: Figure, directory: Path, name: str) -> tuple[str, list[Path]]:
-    """Write a figure's files; return its SVG text and the paths.
+    """Write a figure's files; return its SVG element and the paths.
 
-    The text has the same bytes each time. It is without comments, which would hold our texts, and without ids of
+    The file has the same bytes each time. It is without comments, which would hold our texts, and without ids of
     groups, which all figures share and nothing refers to.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -533,4 +532,4 @@ def _save(figure: Figure, directory: Path, name: str) -> tuple[str, list[Path]]:
     text = re.sub(r'<g id="[^"]*"', "<g", re.sub(r"^\s+|\s+$", "", text, flags=re.MULTILINE)) + "\n"
     svg.write_text(text, encoding="utf-8", newline="\n")
     figure.savefig(png, metadata={"Software": None})
-    return text, [png, svg]
+    return text[text.index("<svg") :], [png, svg]

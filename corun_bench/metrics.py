@@ -18,6 +18,7 @@ import numpy as np
 
 from corun.errors import InvalidArgumentError
 from corun_bench.driver import Outcome, Run
+from corun_bench.options import to_number
 from corun_bench.results import mismatch_rate
 
 PERCENTILES = (50.0, 90.0, 99.0)
@@ -196,10 +197,7 @@ def parse_goodput(pairs: Iterable[str]) -> dict[str, float]:
         name, _, text = pair.partition(":")
         if name not in GOODPUT or name in limits:
             raise InvalidArgumentError("goodput", pair, f"must be NAME:MS, each of {', '.join(GOODPUT)} once at most")
-        try:
-            limits[name] = float(text)
-        except ValueError:
-            limits[name] = math.nan
+        limits[name] = to_number(text)
         if not 0 <= limits[name] < math.inf:
             raise InvalidArgumentError("goodput", pair, "must be a number of ms, at least 0")
     return limits

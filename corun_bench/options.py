@@ -257,6 +257,14 @@ def plain(options: Any, kind: type[Any]) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(kind)}
 
 
+def to_number(word: str) -> float:
+    """Return the number that a word of a command line is; NaN, which is in no range, if it is none."""
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
 def _in_range(options: Any, least: int, *names: str, most: float = math.inf) -> None:
     """Check some options, or each value of those that have several. What is None was not given."""
     limit = f"must be at least {least}" if most == math.inf else f"must be {least} to {most}"

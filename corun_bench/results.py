@@ -148,10 +148,8 @@ class Results:
 
     def mismatch(self, system: str, workload: str | None = None) -> dict[str, int] | None:
         """Return how many requests ran again and how many had other bits, for one workload or all; None if none did."""
-        sums = dict.fromkeys(("requests", "different_bits"), 0)
-        for row in self.mismatches:
-            if row["system"] == system and workload in {None, row["workload"]}:
-                sums = {key: count + whole(row, key) for key, count in sums.items()}
+        rows = [row for row in self.mismatches if row["system"] == system and workload in {None, row["workload"]}]
+        sums = {key: sum(whole(row, key) for row in rows) for key in ("requests", "different_bits")}
         return sums if sums["requests"] else None
 
     def gpus(self, system: str) -> int:

@@ -36,6 +36,7 @@ from corun.errors import InvalidArgumentError
 from corun.params import check_seed, derive_seed, sample_seed
 from corun_bench.datasets import read_blazedit, read_burstgpt, read_sharegpt
 from corun_bench.driver import Request, Workload
+from corun_bench.options import to_number
 from router.text import Tokenizer
 
 Kind = Literal["synthetic", "burstgpt", "sharegpt", "blazedit"]
@@ -111,6 +112,7 @@ def parse(spec: str) -> Spec:
         if key in fields:
             raise InvalidArgumentError("workloads", spec, f"names {key!r} twice")
         fields[key] = value
+    text = ",".join(f"{key}={value}" if value else key for key, value in fields.items())
     kinds: list[Kind] = [kind for kind in _OPTIONS if kind in fields and kind != "synthetic"]
     if len(kinds) > 1:
         raise InvalidArgumentError("workloads", spec, f"names more than one data set: {', '.join(kinds)}")
@@ -124,7 +126,7 @@ def parse(spec: str) -> Spec:
     rollout = fields.get("rl", "")
     prompts, _, samples = rollout.partition("x")
     return Spec(
-        text=",".join("=".join(word.strip() for word in part.split("=", 1)) for part in spec.split(",")),
+        text=text,
         kind=kind,
         path=Path(path) if path else None,
         input_len=_integer("in", fields["in"], fields["in"], MAX_LENGTH) if "in" in fields else 0,
@@ -156,11 +158,7 @@ def _integer(key: str, shown: str, digits: str, maximum: int) -> int:
 
 
 def _rate(digits: str) -> float:
-    try:
-        found = float(digits)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
+    if not 0 < (found := to_number(digits)) < math.inf:
         raise InvalidArgumentError("rate", digits, "must be a number of requests a second, above 0")
     return found
 
