@@ -37,10 +37,7 @@ PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared", "cluster:colocated")
 Json = dict[str, Any]
 """A JSON object in a file, or the whole content of a file."""
 
-_PARTS: Mapping[str, Mapping[str, type]] = {
-    SCHEMA: {"command": list, "conditions": dict, "systems": list, "runs": list, "mismatches": list},
-    KERNELS_SCHEMA: {"kernels": list},
-}
+_PARTS = {SCHEMA: ("command", "conditions", "systems", "runs", "mismatches"), KERNELS_SCHEMA: ("kernels",)}
 _NAMED: Mapping[str, tuple[str, ...]] = {
     "systems": ("system",),
     "runs": ("system", "workload"),
@@ -99,7 +96,8 @@ def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Json:
     schema = result.get("schema") if isinstance(result, dict) else None
     if not isinstance(schema, str) or schema not in schemas:
         raise InvalidArgumentError("schema", schema, f"must be {' or '.join(map(repr, schemas))} in {path.name}")
-    for part, kind in _PARTS[schema].items():
+    for part in _PARTS[schema]:
+        kind = dict if part == "conditions" else list
         if not isinstance(result.get(part), kind):
             raise wrong(part, f"must be a JSON {'object' if kind is dict else 'list'}")
         for i, row in enumerate(result[part] if part in _NAMED else ()):

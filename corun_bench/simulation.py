@@ -92,11 +92,8 @@ class _Prompt:
     """One computation of a prompt, and the samples that get its KV."""
 
     tokens: int
+    tokens_left: int
     samples: list[_Sample]
-    tokens_left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens_left = self.tokens
 
 
 class _Step(NamedTuple):
@@ -392,7 +389,8 @@ class _Cluster:
         if joins:
             self._shared[sample.prefill, need.kv_key].samples.append(sample)
             return
-        prompt = _Prompt(0 if knows else need.num_prompt, [sample])
+        tokens = 0 if knows else need.num_prompt
+        prompt = _Prompt(tokens, tokens, [sample])
         if need.kv_key:
             self._shared[sample.prefill, need.kv_key] = prompt
         engine.prompts.append(prompt)

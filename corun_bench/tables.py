@@ -64,12 +64,11 @@ def _without_empty(table: Table) -> Table:
 
 def summary(results: Results, baseline: str) -> Table:
     """Return a row per system over the workloads that all systems ran: the paper's weighted throughput, and bits."""
-    systems = [name for name in results.names if not is_ablation(name) and _tasks(results, name)]
-    of_all = [set(_tasks(results, name)) for name in systems]
-    shared = [name for name in results.workloads if all(name in ran for ran in of_all)]
+    ran = {name: tasks for name in results.names if not is_ablation(name) and (tasks := _tasks(results, name))}
+    shared = [workload for workload in results.workloads if all(workload in tasks for tasks in ran.values())]
     base = aggregate(results, baseline, shared)
     rows: Rows = []
-    for name in systems:
+    for name in ran:
         value, gpus = aggregate(results, name, shared), results.gpus(name)
         cells = {
             "GPUs": _cell(gpus or None, "d"),

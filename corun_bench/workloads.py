@@ -209,12 +209,9 @@ def make(
     ):
         if count:
             _log.warning("workload %s: %d %s", spec.name, count, what)
-    total = len(made) * spec.samples
-    times = [0.0] * total
-    if not math.isinf(request_rate):
-        times = gamma(total, request_rate=request_rate, burstiness=burstiness, seed=seed)
     requests: list[Request] = []
-    arrivals = iter(times)
+    total = len(made) * spec.samples
+    arrivals = iter(gamma(total, request_rate=request_rate, burstiness=burstiness, seed=seed))
     for number, sample in enumerate(fitted):
         # Samples of one prompt are neighbours; each has a seed of its own.
         own_seed = derive_seed(seed.to_bytes(8, "little"), f"{spec.name}/{number}")
@@ -249,19 +246,15 @@ class _Maker:
         self._spec, self._vocab_size, self._seed, self._tokenize = spec, vocab_size, seed, tokenize
 
     def samples(self, count: int) -> list[_Sample]:
-        if self._spec.kind == "burstgpt":
-            return self._burstgpt(count)
         if self._spec.kind == "sharegpt":
             return self._sharegpt(count)
         if self._spec.kind == "blazedit":
             return self._blazedit(count)
-        return [_Sample(self._random(i, self._spec.input_len), self._spec.output_len) for i in range(count)]
-
-    def _burstgpt(self, count: int) -> list[_Sample]:
-        """Return random tokens in the lengths of the trace's rows, which are picked at random."""
-        rows, self.left_out = read_burstgpt(self._spec.path, self._spec.model)
-        picked = [rows[row] for row in self._pick(len(rows), count)]
-        return [_Sample(self._random(i, prompt), output) for i, (prompt, output) in enumerate(picked)]
+        lengths = [(self._spec.input_len, self._spec.output_len)] * count
+        if self._spec.kind == "burstgpt":  # Only the lengths are the trace's; its rows are picked at random.
+            rows, self.left_out = read_burstgpt(self._spec.path, self._spec.model)
+            lengths = [rows[row] for row in self._pick(len(rows), count)]
+        return [_Sample(self._random(i, prompt), output) for i, (prompt, output) in enumerate(lengths)]
 
     def _sharegpt(self, count: int) -> list[_Sample]:
         turns, self.left_out = read_sharegpt(self._spec.path)
@@ -321,7 +314,10 @@ class _Maker:
 
 
 def gamma(count: int, *, request_rate: float, burstiness: float = 1.0, seed: int) -> list[float]:
-    """Return `count` times. Burstiness 1 is a Poisson process, less is burstier, more is more even, inf is constant."""
+    """Return `count` times, all of them 0 at an infinite rate.
+
+    Burstiness 1 is a Poisson process, less is burstier, more is more even, inf is constant.
+    """
     if math.isinf(burstiness):
         return [(i + 1) / request_rate for i in range(count)]
     draw = random.Random(int.from_bytes(_key(seed, "arrivals"), "little"))
