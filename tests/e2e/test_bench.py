@@ -30,11 +30,12 @@ RUN = (
     *("--mismatch-requests", str(REQUESTS), "--mismatch-tokens", "16"),
 )
 """24 slots: steps of 16 rows are tried, too."""
-ENGINES = ("std", "colocated+ladder", "pd-std")
+ENGINES = ("colocated+ladder", "pd-std")
+"""std is measured until it is killed, in the other test."""
 START_S = 150.0
 END_S = 60.0
 ALL_S = 660.0
-"""Measuring three systems has ended by then. It takes four to seven minutes, by the machine; most is four engines'
+"""Measuring the systems has ended by then. It takes three to five minutes, by the machine; most is three engines'
 start."""
 
 
@@ -113,8 +114,8 @@ def mismatches(result: dict[str, Any], system: str) -> dict[str, int]:
 
 
 @pytest.mark.timeout(780)
-def test_every_system_is_measured_and_the_result_can_be_compared_and_reported(tmp_path: Path) -> None:
-    """Three systems, all with engines of their own. Fixed shapes do not differ in other company.
+def test_systems_are_measured_and_the_result_can_be_compared_and_reported(tmp_path: Path) -> None:
+    """Two systems, with three engines of their own. Fixed shapes do not differ in other company.
 
     Whether stock vLLM does is the processor's matter: on some it differs in half of these requests, on others in none.
     So the control of this comparison is in `tests/bench/test_benchmark.py`, with a target whose bits show the crowd."""
@@ -129,7 +130,7 @@ def test_every_system_is_measured_and_the_result_can_be_compared_and_reported(tm
     for system in ENGINES:
         assert f"{system}: ready in " in command.err
     assert "not measured" not in command.err
-    assert mismatches(result, "std").keys() == {LONG, ROLLOUT}
+    assert mismatches(result, "pd-std").keys() == {LONG, ROLLOUT}
     assert mismatches(result, "colocated+ladder") == {LONG: 0, ROLLOUT: 0}
 
     (line,) = command.out.splitlines()
