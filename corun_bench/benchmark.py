@@ -48,6 +48,8 @@ FEW_AT_ONCE = 4
 """The number of requests in flight when requests are run again to compare their bits."""
 WARM_UP, COMPARED = -1, -2
 """The numbers of the prompts that warm up a system, and of those that run twice. Timed runs are numbered from 0."""
+WARM_UP_TOKENS = 64
+"""The most output tokens of a request that warms up: steps of all sizes ran when the engine started."""
 WATCH_S = 0.25
 PROGRESS_S = 15.0
 BAR_HZ = 1.0
@@ -250,7 +252,7 @@ class Benchmark:
             seen.add(requests)
             if is_new and (count := self.options.num_warmups):  # Their times do not count.
                 made = self._workload(spec, WARM_UP, min(self.options.max_concurrency[-1], count))
-                await self._drive(found, replace(made, requests=made.requests[:count], request_rate=math.inf))
+                await self._drive(found, _at_once(made, count, WARM_UP_TOKENS))
             for place, concurrency in enumerate(self.options.max_concurrency):
                 for repeat in range(self.options.repeats):
                     number = place * self.options.repeats + repeat
@@ -319,12 +321,9 @@ class Benchmark:
         if not (wanted := self.options.mismatch_requests):
             return
         made = self._workload(spec, COMPARED, self.options.max_concurrency[-1])
-        short = [
-            replace(request, max_tokens=min(request.max_tokens, self.options.mismatch_tokens), arrival_s=0.0)
-            for request in made.requests[: wanted + CROWD]
-        ]
-        crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
-        few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
+        made = _at_once(made, wanted + CROWD, self.options.mismatch_tokens)
+        crowd = replace(made, max_concurrency=len(made.requests))
+        few = replace(made, requests=made.requests[:wanted][::-1], max_concurrency=FEW_AT_ONCE)
         first, again = [await self._drive(found, workload, logprobs=True) for workload in (crowd, few)]
         first.outcomes = first.outcomes[:wanted]
         self._note(found, spec, first, again)
@@ -387,6 +386,14 @@ class Benchmark:
     def _fail(self, text: str, missing: str = "") -> None:
         self.failures.append(text.splitlines()[0] + missing)
         self.say(text)
+
+
+def _at_once(workload: Workload, count: int, max_tokens: int) -> Workload:
+    """Return the first requests of a workload, all to be sent at once, with outputs of at most `max_tokens`."""
+    short = (
+        replace(one, max_tokens=min(one.max_tokens, max_tokens), arrival_s=0.0) for one in workload.requests[:count]
+    )
+    return replace(workload, requests=tuple(short), request_rate=math.inf)
 
 
 def _percentiles(options: BenchOptions) -> tuple[float, ...]:

@@ -37,7 +37,7 @@ class BenchOptions(SharedOptions):
     num_prompts: int = 300
     """Requests of each run."""
     num_warmups: int = 16
-    """Warm-up requests before the first run of a workload; their times do not count."""
+    """Warm-up requests before the first run of a workload, with short outputs; their times do not count."""
     repeats: int = 3
     """Runs of each workload; each run has other prompts."""
     max_concurrency: tuple[int, ...] = (256,)

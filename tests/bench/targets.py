@@ -28,6 +28,7 @@ class FakeTarget(Target):
     most: int = 0
     started: list[int] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
+    tokens_asked: list[int] = field(default_factory=list)
     forgotten: int = 0
     settled: int = 0
 
@@ -35,6 +36,7 @@ class FakeTarget(Target):
         request = outcome.request
         self.started.append(request.index)
         self.prompts.append(request.prompt_token_ids)
+        self.tokens_asked.append(request.max_tokens)
         self.running += 1
         self.most = max(self.most, self.running)
         try:

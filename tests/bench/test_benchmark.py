@@ -114,6 +114,17 @@ async def test_a_workload_at_another_rate_is_warmed_up_and_compared_once(
     assert len(target.prompts) == 3 * timed + 2 * (warmed + compared)
 
 
+async def test_requests_that_warm_up_have_short_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their times do not count, and whole outputs of some workloads take minutes."""
+    target = FakeTarget()
+    over(monkeypatch, std=target)
+    one = made(tmp_path, systems="std", repeats=1, max_concurrency=(4,), mismatch_requests=0)
+    one._specs = workloads.expand(["in=8,out=300"])
+    one.prepare()
+    await one.run()
+    assert target.tokens_asked == [benchmark.WARM_UP_TOKENS] * 2 + [300] * 6
+
+
 async def test_no_prompt_of_a_timed_run_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, again = FakeTarget(), FakeTarget()
     over(monkeypatch, std=target, cluster=again)
