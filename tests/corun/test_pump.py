@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ import grpc.aio
 import pytest
 
 from corun.errors import OverloadedError
-from corun.rpc.pump import Pump, Source
-from tests.answers import settle
+from corun.rpc.pump import LateClientError, Patience, Pump, Source
+from tests.answers import put_forward, settle
 
 WAIT_S = 30.0
 
@@ -151,3 +152,76 @@ async def test_a_write_that_fails_ends_the_call(failure: Exception, raised: type
     with pytest.raises(raised):
         await asyncio.wait_for(task, WAIT_S)
     assert not call.is_waiting
+
+
+@pytest.mark.parametrize("failure", [None, grpc.aio.UsageError("the call has ended"), ValueError("a bug")])
+async def test_a_write_may_end_as_the_call_is_cancelled(failure: Exception | None) -> None:
+    """Both in the same turn of the loop, which has nothing to complain of."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    call, task = await started(Lines("a."))
+    if failure is None:
+        call.flight[0].set_result(None)
+    else:
+        call.flight[0].set_exception(failure)
+    task.cancel()
+    await asyncio.wait({task})
+    await settle()
+    assert (task.cancelled(), call.is_waiting, complaints) == (True, False, [])
+
+
+async def impatient(source: Lines) -> tuple[Call, asyncio.Task[None]]:
+    """Start a pump whose client is late after WAIT_S."""
+    call: Any = Call()
+
+    async def run() -> None:
+        patience = Patience(WAIT_S)
+        with patience.expecting("took no message"):
+            await Pump(source, call, patience).run()
+
+    task = asyncio.ensure_future(run())
+    await settle()
+    return call, task
+
+
+async def test_a_client_that_takes_no_message_is_late() -> None:
+    """Its write ends, too, and nothing more is written."""
+    source = Lines("a")
+    call, task = await impatient(source)
+    source.put("b")
+    put_forward(WAIT_S)
+    with pytest.raises(LateClientError, match="took no message for 30 s"):
+        await asyncio.wait_for(task, 2 * WAIT_S)
+    assert (call.written, list(call.flight), source.ready) == ([b"a"], [], None)
+
+
+async def test_a_source_may_rest_for_longer_than_a_client() -> None:
+    """Before its first message, and between two. The client has taken all that there was."""
+    source = Lines()
+    call, task = await impatient(source)
+    for text in "a.":
+        put_forward(2 * WAIT_S)
+        await asyncio.sleep(0.01)
+        source.put(text)
+        call.flight[0].set_result(None)
+        await settle()
+    await task
+    assert call.written == [b"a", b"."]
+
+
+async def test_a_client_that_is_gone_leaves_no_garbage() -> None:
+    """A collection of a busy router takes long, since it looks at all that thousands of calls hold."""
+    gc.collect()
+    gc.disable()
+    try:
+        call, task = await started(Lines("a"))
+        call.flight[0].set_exception(grpc.aio.UsageError("the call has ended"))
+        await asyncio.wait({task})
+        del call, task  # Without the pump's care, they would be in a cycle.
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert [each for each in gc.garbage if isinstance(each, Pump | Lines | Call)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -12,7 +12,7 @@ import pytest
 
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.params import SamplingParams
-from corun.v1.cluster_service_pb2 import StreamOutputsResponse
+from corun.v1.cluster_service_pb2 import GenerateResponse, StreamOutputsResponse
 from router import delivery
 from router.delivery import OutputStream, OutputStreams, Responses
 from router.output import Outbox
@@ -40,6 +40,25 @@ class Call:
     def finish(self, index: int = 0) -> None:
         self.outbox.piece(index, 7).receipt = replace(RECEIPT, sample_index=index)
         self.outbox.notify()
+
+
+async def test_a_call_of_its_own_sends_each_sample_by_itself_to_the_last() -> None:
+    """The prompt and the fingerprint are in the first response only."""
+    outbox = Outbox(100)
+    running: Any = SimpleNamespace(outbox=outbox, num_samples=2, tokenizer=None)
+    sample: Any = SimpleNamespace(request_id="r", params=PARAMS, token_texts=False)
+    responses = Responses(running, sample, (1, 2, 3), "f")
+    assert responses.pull() is None
+    for index in (1, 0):
+        outbox.add(index, 7, 10 + index, -1.0, "t")
+        outbox.piece(index, 7).receipt = replace(RECEIPT, sample_index=index)
+    sent, ends = [], []
+    while (message := responses.pull()) is not None:
+        sent.append(GenerateResponse.FromString(message))
+        ends.append(responses.has_ended)
+    assert [(each.sample_index, list(each.token_ids)) for each in sent] == [(1, [11]), (0, [10])]
+    assert [(list(each.prompt_token_ids), each.fingerprint) for each in sent] == [([1, 2, 3], "f"), ([], "")]
+    assert ends == [False, True]
 
 
 class Reader:
@@ -122,6 +141,18 @@ async def test_an_error_ends_its_call_at_once_and_no_other() -> None:
     await asyncio.wait_for(two.task, 5)
 
 
+async def test_an_error_leaves_the_next_message_to_the_others() -> None:
+    """The client may be ready for a message before the call's own task has seen the error."""
+    _, reader, (one, two) = await opened(1, 1, room=3)
+    for token_id in range(4):
+        one.draw(token_id)
+    two.draw(8)
+    assert reader.tokens() == [(2, [8])]
+    with pytest.raises(OverloadedError):
+        await asyncio.wait_for(one.task, 5)
+    two.task.cancel()
+
+
 async def test_a_call_that_is_left_sends_nothing_more() -> None:
     _, reader, (one, two) = await opened(1, 1)
     one.draw(1)
@@ -145,6 +176,24 @@ async def test_a_message_has_a_limit_and_the_rest_follows(monkeypatch: pytest.Mo
         first += more
     assert first == [(number, [number]) for number in range(1, 7)]
     for call in calls:
+        call.task.cancel()
+
+
+async def test_a_call_that_fills_whole_messages_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that have waited longest are in the next message."""
+    monkeypatch.setattr(delivery, "MESSAGE_TOKENS", 2)
+    stream, reader, (one, two, three) = await opened(1, 1, 1)
+    assert stream.pull() is None  # Nobody has anything yet.
+    sent: list[tuple[int, list[int]]] = []
+    for token_id in range(3):
+        one.draw(token_id)
+        one.draw(token_id)
+        two.draw(20)
+        three.draw(30)
+        sent += reader.tokens()
+    assert sent == [(1, [0, 0]), (2, [20, 20]), (3, [30, 30, 30])]
+    assert reader.tokens() == [(1, [1, 1, 2, 2])]
+    for call in (one, two, three):
         call.task.cancel()
 
 
