@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
@@ -33,17 +34,24 @@ class Patience:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._failed = ""
         self._timer: asyncio.TimerHandle | None = None  # None: the call does not wait.
         self._is_over = False  # Whether a wait took too long, and the call's task was cancelled for it.
 
-    def expecting(self, failed: str) -> Patience:
-        """Return this object as the context of waits for the client.
+    @contextmanager
+    def expecting(self, failed: str) -> Iterator[None]:
+        """Wait for the client in this context. Raises LateClientError if it is late.
 
-        The context raises LateClientError if the client is late. The error says what the client did not do (`failed`).
+        The error says what the client did not do (`failed`).
         """
-        self._failed = failed
-        return self
+        self.begin()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise LateClientError(f"the client {failed} for {self._timeout_s:g} s") from None
+            raise
+        finally:
+            self.end()
 
     def begin(self) -> None:
         """Note that the call waits for its client from now on."""
@@ -54,14 +62,6 @@ class Patience:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def __enter__(self) -> None:
-        self.begin()
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.end()
-        if kind is asyncio.CancelledError and self._is_over:
-            raise LateClientError(f"the client {self._failed} for {self._timeout_s:g} s") from None
 
     def _give_up(self) -> None:
         self._is_over = True
@@ -126,7 +126,6 @@ class Pump:
     def _advance(self, _: object = None) -> None:
         """Run the write until it has to wait, as a task would."""
         assert self._writing is not None
-        self._sent = None
         try:
             self._sent = self._writing.send(None)
         except StopIteration:
@@ -147,5 +146,5 @@ class Pump:
             self._sent.add_done_callback(self._advance)
 
     def _end_write(self) -> None:
-        self._writing = None
+        self._writing = self._sent = None
         self._wait.end()
