@@ -203,6 +203,7 @@ async def test_a_source_may_rest_for_longer_than_a_client() -> None:
         put_forward(2 * WAIT_S)
         await asyncio.sleep(0.01)
         source.put(text)
+        await settle()
         call.flight[0].set_result(None)
         await settle()
     await task
