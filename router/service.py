@@ -1,7 +1,7 @@
 """The gRPC services of a router: `ClusterService` for clients, `RegistryService` for nodes.
 
-Owns: the translation between messages and plain values, what a client may see of the cluster, the deadlines of calls,
-and the end of service. This module must not know how samples run.
+Owns: the translation between messages and plain values, the deadlines of calls, and the end of service. What a client
+may see of the cluster is in `router.views`. This module must not know how samples run.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext, suppress
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 
 from corun.chat import read_template
-from corun.contract import Contract
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
 from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
@@ -22,14 +20,13 @@ from corun.rpc import codec
 from corun.rpc.activity import Activity
 from corun.rpc.interceptor import Context, caller
 from corun.rpc.pump import Source
-from corun.types import ClusterStatus, NodeInfo
+from corun.types import ClusterStatus
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
 from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.verifier import Verifier, naming_case
-from router.clients import clients_of
 from router.clock import loop_time
 from router.delivery import OutputStreams, Responses
 from router.metrics import RouterMetrics
@@ -37,7 +34,7 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import Request, RequestRunner
 from router.score import ScoreRequest, ScoreRunner
-from router.slots import with_samples
+from router.views import clients_of, for_client, with_samples
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
@@ -45,8 +42,6 @@ LONGEST_CALL_S = 3600.0
 """The longest time a call may take, and the deadline of a call whose client set none."""
 ANSWER_S = 0.25
 """How many seconds before the client's deadline a call is given up, so that the reason still reaches the client."""
-HIDDEN = "(hidden)"
-FOR_OPERATORS = "only an operator's token shows why"
 AWAY_S = 0.5
 """The seconds after which a client should try again when this router shuts down. By then another router may listen at
 its address."""
@@ -277,41 +272,3 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         span=span,
         token_texts=message.token_texts,
     )
-
-
-def for_client(status: ClusterStatus) -> ClusterStatus:
-    """Return the status as a client that is no operator sees it: the nodes that serve it, and how busy they are.
-
-    Why a node is not in use and which sample differed are left out, because both may name another client's request. So
-    are the locations of models and nodes, and the values of environment variables.
-    """
-    audit = status.audit
-    nodes = (
-        replace(each, node=_node_for_client(each.node), detail=FOR_OPERATORS if each.detail else "")
-        for each in status.nodes
-    )
-    return replace(
-        status,
-        nodes=tuple(nodes),
-        audit=replace(audit, last_mismatch=FOR_OPERATORS if audit.last_mismatch else ""),
-    )
-
-
-def _node_for_client(node: NodeInfo) -> NodeInfo:
-    model = PurePath(node.model).name if PurePath(node.model).is_absolute() else node.model
-    finding = HIDDEN if node.finding else ""
-    freedoms = tuple(replace(one, refused=HIDDEN if one.refused else "") for one in node.freedoms)
-    contract = _contract_for_client(node.contract_json)
-    told = replace(node, model=model, finding=finding, contract_json=contract, freedoms=freedoms)
-    return replace(told, address="", nixl=None, engine_id="")
-
-
-@functools.lru_cache(maxsize=64)  # Nodes of one role have the same one, and it takes 0.2 ms or more.
-def _contract_for_client(contract_json: str) -> str:
-    """Return a contract without the values of its variables, so that its hash differs from the real one; empty if it
-    cannot be read."""
-    with suppress(InvalidArgumentError):
-        known = Contract.from_json(contract_json)
-        environment = tuple(f"{name.partition('=')[0]}={HIDDEN}" for name in known.model.environment)
-        return replace(known, model=replace(known.model, environment=environment)).canonical_json()
-    return ""

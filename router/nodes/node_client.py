@@ -300,10 +300,9 @@ class RemoteLease:
         self.granted_at = 0.0
         """When the node granted the lease, on the loop's clock."""
         self.sample = sample
-        """The task and the output that the lease is for. Only what tells people of samples looks at it (`router.slots`,
-        `router.clients`)."""
+        """The task and the output that the lease is for. Only what people are told looks at it (`router.views`)."""
         self.place: int | None = None
-        """Where people are shown the sample, if anybody has looked (`router.slots`)."""
+        """Where people are shown the sample, if anybody has looked (`router.views`)."""
         self._take_token = take_token
         self._max_tokens = max_tokens
         self._num_rows = 0

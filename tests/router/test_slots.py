@@ -13,7 +13,7 @@ from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
 from corun.types import NodeRole, SlotSamples
 from router.nodes.node_client import RemoteLease
-from router.slots import place
+from router.views import place
 from tests.clusters import FakeCluster, cluster
 from tests.router.asking import token_of, with_tokens
 

@@ -15,7 +15,7 @@ from corun.params import SamplingParams
 from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
 from corun.types import ClusterStatus, NodeState
-from router import service
+from router import views
 from tests.clusters import FakeCluster, cluster, generate
 from tests.router.asking import MEMBER, PROMPT, token_of, with_tokens
 
@@ -78,7 +78,7 @@ async def test_contracts_are_read_once_for_clients(
     """Any client may ask as often as it likes, and each contract takes some of the router's time."""
     async with cluster(model, client=Access(token=ALICE), **settings) as fake:
         first = await seen_by(fake, ALICE)
-        monkeypatch.setattr(service, "Contract", None)
+        monkeypatch.setattr(views, "Contract", None)
         again = await seen_by(fake, ALICE)
     assert [each.node.contract_json for each in again.nodes] == [each.node.contract_json for each in first.nodes]
 
