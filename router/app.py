@@ -59,13 +59,9 @@ class Router:
         self.registry = Registry(config, _process_id(self.router_id), access)
         self.queue = SampleQueue(self.registry, config)
         self.targets = Targets(self.registry, self.queue, config)
-        self.registry.subscribe(self.targets.review_soon)
-        self.registry.subscribe(self.queue.pump_soon)
         self.idle = IdleRuns(self.registry, self.queue, config)
         self.auditor = Auditor(self.registry, self.idle, config)
         self.registry.watch(self.idle.give_way)
-        self.registry.subscribe(self.idle.review)
-        self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
         self.metrics = RouterMetrics(
             self.router_id, self.registry, self.queue, self.targets.flexing, self.auditor.status
         )
@@ -95,7 +91,7 @@ class Router:
         self.verifier = Verifier(
             self.requests, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
-        self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
+        self.registry.on_change = self._changed
         self.streams = OutputStreams()
         self._activity = Activity("the router", AWAY_S)
         self._is_ready = False
@@ -112,7 +108,6 @@ class Router:
         for service in ("", REGISTRY_SERVICE):
             self.server.set_serving(service, True)
         self.server.set_serving(CLUSTER_SERVICE, False)
-        self.registry.subscribe(self._tell_health)
         self.observation.note_started()
         log.info("router %s listens on %s", self.router_id, self.server.address)
         config = self._config
@@ -148,6 +143,16 @@ class Router:
         most, model = self._config.max_message_bytes, self.registry.model
         beside = BYTES_BESIDE.get(method)
         return most if beside is None or model is None else min(most, model.max_request_bytes + beside)
+
+    def _changed(self) -> None:
+        """Let everybody use what has changed in the registry: clients' samples first, then audits, which use the room
+        that these leave, then the crowds of verifications."""
+        self.targets.review_soon()
+        self.queue.pump_soon()
+        self.idle.review()
+        self.auditor.pump()
+        self.verifier.pump()
+        self._tell_health()
 
     def _tell_health(self) -> None:
         """Update the health of the client service, which serves while a certified pair of nodes is warm. The health of

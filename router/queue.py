@@ -319,7 +319,7 @@ class SampleQueue:
             self._line_up(entry)
         self._is_missing = bool(self.waiting and self._pool.missing())  # Asked once: it goes through all nodes.
         while (head := self.head) is not None:
-            if head.is_abandoned:  # A placement would be given back at once, and all listeners would hear of it.
+            if head.is_abandoned:  # A placement would be given back at once, and everybody would hear of it.
                 self._remove(head)
             elif not self._is_missing and (placement := self._pool.place(head.need)) is not None:
                 self._grant(head, placement)

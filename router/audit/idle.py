@@ -146,7 +146,7 @@ class IdleRuns:
         if was_refused:
             run.placement.refuse()
             self._registry.changed()
-        run.attempt.close()  # This comes last, because it tells all listeners that room is free.
+        run.attempt.close()  # This comes last, because it tells everybody that room is free.
 
 
 class Fillers:

@@ -254,8 +254,8 @@ class Placement(PrefillPlacement):
         self.decode.room.note_ending()
 
     def refuse(self) -> None:
-        """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no
-        listener, because the sample must queue again first."""
+        """Give the claim back after the decode node had no room, and close the node's room estimate. This tells
+        nobody, because the sample must queue again first."""
         self._end_prefill()
         if self.holds_room:
             self.holds_room = False

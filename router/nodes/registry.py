@@ -1,8 +1,8 @@
 """The registry of the nodes: which nodes there are, and whether they may be used.
 
 Owns: registration, heartbeats, loss, and choosing a pair of nodes for a sample. Which generations may join is known in
-`admission`, and how a node becomes ready in `preparation`. This module must not know queues or samples. Other modules
-subscribe to it to learn of changes.
+`admission`, and how a node becomes ready in `preparation`. This module must not know queues or samples: its user is
+told of changes (`Registry.on_change`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Registry:
         """The number of samples whose repeated run gave other bits, audits included, since the router started."""
         self.clock = AwakeClock()
         """The clock that measures how long nodes are silent."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after every change that may let a sample start."""
         self._config = config
         self._router_id = router_id
         self._access = access
@@ -70,7 +72,6 @@ class Registry:
         self._decodes: dict[str, DecodeNode] = {}
         self._prefills: dict[str, PrefillNode] = {}
         self._closing: set[asyncio.Future[None]] = set()
-        self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[PrefillPlacement | None], None]] = []
         self._admission = Admission(self.contract, self.clock)
         self._found: _Usable | None = None  # None after a change of a node, until somebody asks.
@@ -82,10 +83,6 @@ class Registry:
     def model(self) -> Model | None:
         """The cluster's model; None until a tokenizer has been loaded."""
         return self._preparation.model
-
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every change that may let a sample start."""
-        self._listeners.append(listener)
 
     def watch(self, watcher: Callable[[PrefillPlacement | None], None]) -> None:
         """Call `watcher` with every placement that `place` gives, and with None for what waits for room."""
@@ -300,14 +297,13 @@ class Registry:
         self.clock.stop()
 
     def changed(self) -> None:
-        """Tell all waiters and listeners that a sample may be able to start now. Requests may wait by the thousand for
-        nodes while others end, so they hear nothing before there are some."""
+        """Tell all who wait, and who uses the registry, that a sample may be able to start now. Requests may wait by
+        the thousand for nodes while others end, so they hear nothing before there are some."""
         for waiting in (self._waiting, self._unready) if self._unready and self._is_ready() else (self._waiting,):
             for change in waiting:
                 change.set_result(None)
             waiting.clear()
-        for listener in self._listeners:
-            listener()
+        self.on_change()
 
     def _nodes_changed(self) -> None:
         """Look at the nodes again, because some may be used now or not any more, and tell all."""

@@ -251,7 +251,7 @@ async def test_nodes_are_looked_at_again_after_each_change(registry: Registry, m
     beat(prefill.ref)
     assert (registry.missing(), in_use()) == ("", ["d1", "p1"])
     found: list[str] = []
-    registry.subscribe(lambda: found.append(registry.missing()))
+    registry.on_change = lambda: found.append(registry.missing())
     registry.lose(registry._decodes["d1"], "it went")
     assert found == ["no decode node is in use (d1 is lost: it went)"], "who hears of a loss sees it"
 

@@ -51,7 +51,7 @@ class Watched:
         queue: Any = self.line
         self.now = 0.0
         self.targets = Targets(self.registry, queue, RouterConfig(**wanted))
-        self.registry.subscribe(self.targets.review)
+        self.registry.on_change = self.targets.review
         self.sides: dict[str, tuple[NodeInfo, NodeInfo]] = {}
         for name in names:
             both = [
