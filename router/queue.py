@@ -18,9 +18,10 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError, DeadlineError, OverloadedError, UnavailableError
@@ -30,6 +31,8 @@ from router.clock import loop_time
 from router.nodes.node import PrefillPlacement
 from router.nodes.registry import Registry
 from router.placement import Need
+
+T = TypeVar("T")
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
@@ -293,6 +296,13 @@ class SampleQueue:
         granted, entry.granted = entry.granted, None
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()
+
+    def run(self, entry: QueueEntry, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start the work of an entry. The entry leaves when the work ends, even if that is cancelled before its first
+        step."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self.leave(entry))
+        return task
 
     def pump_soon(self) -> None:
         """Call `pump` after the code that runs now. By then, samples that lost placements in it have queued again."""

@@ -257,18 +257,17 @@ class RequestRunner:
 
     def start(self, samples: Sequence[SampleTask]) -> RunningRequest:
         """Queue the samples of one request, in order, and run them. Raises OverloadedError if the queue is full."""
-        assert self._registry.model is not None  # The samples were checked against it.
+        model = self._registry.model
+        assert model is not None  # The samples were checked against it.
         first = samples[0]
         needs = [sample.need for sample in samples]
         entries = self._queue.enter(needs, caller=first.caller, priority=first.priority)
         outbox = Outbox(self._config.max_unsent_tokens)
-        tasks = []
-        for sample, entry in zip(samples, entries, strict=True):
-            task = asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
-            # The callback runs even if the task is cancelled before its first step.
-            task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
-            tasks.append(task)
-        running = RunningRequest(tasks, outbox, self._registry.model.tokenizer)
+        tasks = [
+            self._queue.run(entry, self._run(sample, entry, outbox, model))
+            for sample, entry in zip(samples, entries, strict=True)
+        ]
+        running = RunningRequest(tasks, outbox, model.tokenizer)
         outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
         return running
 

@@ -146,12 +146,9 @@ class ScoreRunner:
 
     async def _all(self, tasks: Sequence[ScoreTask], entries: Sequence[QueueEntry]) -> list[Score]:
         """Run all continuations. The first error ends the others, and so does the end of the call."""
-        runs = []
-        for task, entry in zip(tasks, entries, strict=True):
-            run = asyncio.ensure_future(ScoreRun(self, task, entry).run())
-            # The callback runs even if the run is cancelled before its first step.
-            run.add_done_callback(lambda _, entry=entry: self.queue.leave(entry))  # type: ignore[misc]
-            runs.append(run)
+        runs = [
+            self.queue.run(entry, ScoreRun(self, task, entry).run()) for task, entry in zip(tasks, entries, strict=True)
+        ]
         try:
             return await asyncio.gather(*runs)
         finally:
