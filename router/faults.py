@@ -48,20 +48,14 @@ class Faults:
         self._config = config
         self._metrics = metrics
 
-    def check_deadline(self, fault: NodeFaultError) -> None:
-        """Raise DeadlineError if the attempt had no time left. Else short deadlines could keep the node from work."""
-        slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
-        if loop_time() >= self._deadline - slack_s:
-            log.info("an attempt of %s ended: %s", self._name, fault)
-            raise DeadlineError(f"the deadline passed in an attempt of {self._name}") from fault
-
     @property
     def lack_finite_logits(self) -> bool:
         """Whether so many attempts had no finite logits that the request itself is at fault."""
         return len(self.not_finite) >= min(NOT_FINITE_ATTEMPTS, self._config.max_attempts)
 
     def note(self, fault: NodeFaultError, ran_on: tuple[NodeRef, ...], still_s: float) -> None:
-        """Count the fault that ended an attempt, unless it is excused, and tell the registry of it.
+        """Count the fault that ended an attempt, unless it is excused, and tell the registry of it. Raises
+        DeadlineError, and does neither, if the attempt had no time left.
 
         ran_on: the nodes of the attempt.
         still_s: for how many seconds this router itself stood still in the attempt. Nodes end the streams and leases of
@@ -72,6 +66,10 @@ class Faults:
         A node that was told to end does not fail an attempt either: it ends once, whatever it is asked. Nor does one
         that was too busy with the work of others; it says so only after a wait, so the deadline bounds such attempts.
         """
+        slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
+        if loop_time() >= self._deadline - slack_s:  # Otherwise short deadlines could keep the node from work.
+            log.info("an attempt of %s ended: %s", self._name, fault)
+            raise DeadlineError(f"the deadline passed in an attempt of {self._name}") from fault
         log.warning("an attempt of %s failed: %s", self._name, fault)
         self._metrics.sample_retries.labels("lost" if fault.is_loss else "fault").inc()
         self.num_failed += 1

@@ -158,9 +158,8 @@ class SampleRun:
     def _note_fault(self, fault: NodeFaultError, attempt: Attempt, still_s: float) -> None:
         """Take a node fault into account (`Faults.note`), and prepare the next attempt. Raises the error that ends the
         sample if there is no next attempt."""
-        self._faults.check_deadline(fault)
-        attempt.span.fail(fault)
         self._faults.note(fault, attempt.placement.refs, still_s)
+        attempt.span.fail(fault)
         if error := self._final_error():
             log.error("%s: %s", self._task, error)
             raise error from fault

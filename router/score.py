@@ -233,7 +233,6 @@ class ScoreRun:
     def _note_fault(self, fault: NodeFaultError, still_s: float) -> None:
         """Take a node fault into account (`Faults.note`), and prepare the next attempt. Raises the error that ends the
         score if there is no next attempt."""
-        self._faults.check_deadline(fault)
         self._faults.note(fault, (fault.node.info.ref,), still_s)
         nodes, max_attempts, name = self._faults, self._runner.config.max_attempts, self._task.name
         if nodes.lack_finite_logits:
