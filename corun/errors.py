@@ -22,8 +22,10 @@ this module. It must not know any service.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import reprlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
@@ -280,6 +282,13 @@ class InternalError(CorunError):
     """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else."""
 
     code = grpc.StatusCode.INTERNAL
+
+
+def internal_error(error: Exception, where: str, log: logging.Logger) -> InternalError:
+    """Log an error that nobody foresaw, and return the one that a client is told: all it has is the id of that line."""
+    error_id = secrets.token_hex(4)
+    log.error("internal error %s in %s", error_id, where, exc_info=error)
+    return InternalError(f"internal error, id {error_id}")
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from corun.config.fields import RouterConfig
 from corun.errors import (
     ContractMismatchError,
     CorunError,
-    InternalError,
     InvalidArgumentError,
     PermissionDeniedError,
     Shown,
+    internal_error,
 )
 from corun.observe.tracing import OFF, Span
 from corun.params import (
@@ -285,10 +285,8 @@ class RequestRunner:
             await SampleRun(self._runner, sample, entry, output).run()
         except CorunError as error:
             outbox.fail(error)
-        except Exception:
-            error_id = secrets.token_hex(4)
-            log.exception("internal error %s in %s", error_id, sample)
-            outbox.fail(InternalError(f"internal error, id {error_id}"))
+        except Exception as error:
+            outbox.fail(internal_error(error, str(sample), log))
 
 
 def check_priority(priority: Priority, caller: Caller) -> None:

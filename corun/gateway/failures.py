@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from typing import Any
 
 from aiohttp import web
@@ -15,11 +14,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from corun.errors import (
     CorunError,
-    InternalError,
     OverloadedError,
     Shown,
     UnauthenticatedError,
     UnavailableError,
+    internal_error,
     shown,
 )
 from corun.gateway.clients import sent_token
@@ -65,9 +64,7 @@ def typed(error: Exception) -> CorunError:
     and replaced by an internal error with the id of the log line."""
     if isinstance(error, CorunError):
         return error
-    error_id = secrets.token_hex(4)
-    log.error("internal error %s", error_id, exc_info=error)
-    return InternalError(f"internal error, id {error_id}")
+    return internal_error(error, "the gateway", log)
 
 
 @web.middleware

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import ipaddress
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -26,10 +25,10 @@ from grpc_status import rpc_status
 
 from corun.errors import (
     CorunError,
-    InternalError,
     InvalidArgumentError,
     Shown,
     UnauthenticatedError,
+    internal_error,
     to_status,
     too_large_error,
 )
@@ -294,9 +293,7 @@ async def _translated(context: Context, method: str) -> AsyncIterator[None]:
         if context.cancelled():
             logger.debug("%s: the client was gone", method, exc_info=error)
             raise asyncio.CancelledError from error
-        error_id = secrets.token_hex(4)
-        logger.exception("internal error %s in %s", error_id, method)
-        await _abort(context, InternalError(f"internal error, id {error_id}"))
+        await _abort(context, internal_error(error, method, logger))
 
 
 async def _abort(context: Context, error: CorunError) -> None:
