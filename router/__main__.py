@@ -17,8 +17,8 @@ try:
     with needs_extra("python -m router", "router"):
         from corun.observe import tracing
         from corun.rpc.server import raise_file_limit, run
+        from router import garbage
         from router.app import Router
-        from router.garbage import FullCollections
 except CorunError as error:
     raise SystemExit(str(error)) from None
 
@@ -28,12 +28,11 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     router = Router(config)
     tracing.start("corun-router", router.router_id)
     await router.start()
-    collections = FullCollections(lambda: router.queue.waiting)
+    garbage.begin(lambda: router.queue.waiting)
     try:
         await stop.wait()
         await router.drain()
     finally:
-        collections.stop()
         await router.stop()
         await tracing.stop()
 

@@ -26,28 +26,25 @@ LOOK_S = 5.0
 """The time between two looks."""
 
 
-class FullCollections:
-    """Runs full collections. Make it inside the running loop, once the process has made what it keeps; call `stop`."""
+def begin(num_waiting: Callable[[], int]) -> None:
+    """Collect as this module says for as long as the running loop runs. Call it once the process has made what it
+    keeps.
 
-    def __init__(self, num_waiting: Callable[[], int]) -> None:
-        """num_waiting: returns the number of samples that wait."""
-        self._num_waiting = num_waiting
+    num_waiting: returns the number of samples that wait.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*YOUNG, NEVER)
+    asyncio.get_running_loop().call_later(LOOK_S, _look_again, num_waiting)
+
+
+def look(num_waiting: int) -> None:
+    """Run a full collection if there is something to look at, and now is the time."""
+    since_last = gc.get_count()[2]
+    if since_last >= MOST or (since_last and num_waiting <= FEW):
         gc.collect()
-        gc.freeze()
-        gc.set_threshold(*YOUNG, NEVER)
-        self._loop = asyncio.get_running_loop()
-        self._next = self._loop.call_later(LOOK_S, self._look)
 
-    def look(self) -> None:
-        """Run a full collection if there is something to look at, and now is the time."""
-        since_last = gc.get_count()[2]
-        if since_last >= MOST or (since_last and self._num_waiting() <= FEW):
-            gc.collect()
 
-    def stop(self) -> None:
-        """Run no more of them."""
-        self._next.cancel()
-
-    def _look(self) -> None:
-        self.look()
-        self._next = self._loop.call_later(LOOK_S, self._look)
+def _look_again(num_waiting: Callable[[], int]) -> None:
+    look(num_waiting())
+    asyncio.get_running_loop().call_later(LOOK_S, _look_again, num_waiting)

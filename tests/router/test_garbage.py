@@ -39,30 +39,26 @@ full = []
 gc.callbacks.append(lambda phase, info: full.append(1) if phase == "start" and info["generation"] == 2 else None)
 
 async def main():
-    waiting = 5000
-    collections = None
-    if "usual" not in sys.argv:
-        collections = garbage.FullCollections(lambda: waiting)
+    is_ours = "usual" not in sys.argv
+    if is_ours:
+        garbage.begin(lambda: 5000)
     full.clear()
     held = []
     for _ in range(40):  # Samples come and stay.
         held += [[k] for k in range(20_000)]
-        if collections:
-            collections.look()
+        if is_ours:
+            garbage.look(5000)
     print(len(full))
-    if collections:
-        waiting = garbage.FEW
-        collections.look()
+    if is_ours:
+        garbage.look(garbage.FEW)
         print(len(full))
-        collections.look()
+        garbage.look(garbage.FEW)
         print(len(full))
-        waiting = 5000
         garbage.MOST = 2
         for _ in range(40):
             held += [[k] for k in range(20_000)]
-        collections.look()
+        garbage.look(5000)
         print(len(full))
-        collections.stop()
 
 asyncio.run(main())
 """
