@@ -1,6 +1,6 @@
 """The registry of the nodes: which nodes there are, and whether they may be used.
 
-Owns: registration, heartbeats, loss, and choosing a pair of nodes for a sample. Which generations may join is known in
+Owns: registration, heartbeats, loss, and choosing a pair of nodes for a sample. Which nodes may join is known in
 `admission`, and how a node becomes ready in `preparation`. This module must not know queues or samples: its user is
 told of changes (`Registry.on_change`).
 """
@@ -37,8 +37,7 @@ from corun.types import (
 )
 from router.clock import AwakeClock, loop_time
 from router.nodes import admission
-from router.nodes.admission import Admission
-from router.nodes.contract_gate import ClusterContract, check_info
+from router.nodes.admission import Admission, ClusterContract, check_info
 from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode, PrefillPlacement
 from router.nodes.node_client import DecodeClient, PrefillClient
 from router.nodes.preparation import Preparation, by_id, spawn

@@ -25,7 +25,7 @@ from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.model import contract
 from corun.types import Freedom, FreedomStatus, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from router.nodes import admission
-from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
+from router.nodes.admission import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
 from router.placement import PREFILLS_IN_FLIGHT
 from tests.answers import settle
