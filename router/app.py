@@ -29,7 +29,7 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.reflection import BoundedReflection
 from router.request import RequestRunner
-from router.sample import SampleRunner
+from router.sample import RunContext
 from router.score import ScoreRunner
 from router.service import AWAY_S, CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, ClusterService, RegistryService
 from router.targets import Targets
@@ -80,14 +80,14 @@ class Router:
             longest_call_s=LONGEST_CALL_S,
             health=self.observation.health,
         )
-        self.runner = SampleRunner(
+        self.context = RunContext(
             registry=self.registry,
             queue=self.queue,
             config=config,
             metrics=self.metrics,
             on_finished=self.auditor.note,
         )
-        self.requests = RequestRunner(self.registry, self.queue, self.runner, config)
+        self.requests = RequestRunner(self.context)
         self.verifier = Verifier(
             self.requests, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
@@ -170,7 +170,7 @@ class Router:
             queue=self.queue,
             metrics=self.metrics,
             requests=self.requests,
-            scores=ScoreRunner(self.registry, self.queue, self.requests, self._config, self.metrics),
+            scores=ScoreRunner(self.context, self.requests),
             streams=self.streams,
             verifier=self.verifier,
             auditor=self.auditor,

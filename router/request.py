@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from corun.config.fields import RouterConfig
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -39,12 +38,11 @@ from corun.rpc.auth import ANYONE, Caller
 from corun.types import Alternatives, Priority, ResumePoint, Tokens
 from router.attempt import SampleTask
 from router.clock import loop_time
-from router.nodes.registry import Registry
 from router.output import Outbox, SampleOutput
 from router.placement import beginnings_of
 from router.prompts import Model, PromptEncoder
-from router.queue import QueueEntry, SampleQueue
-from router.sample import SampleRun, SampleRunner
+from router.queue import QueueEntry
+from router.sample import RunContext, SampleRun
 from router.text import Tokenizer
 
 T = TypeVar("T")
@@ -123,18 +121,10 @@ class RunningRequest:
 class RequestRunner:
     """Expands requests into samples and runs them."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        queue: SampleQueue,
-        runner: SampleRunner,
-        config: RouterConfig,
-    ) -> None:
-        self._registry = registry
-        self._queue = queue
-        self._runner = runner
-        self._config = config
-        self._seed_key = config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES)
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._registry, self._queue, self._config = context.registry, context.queue, context.config
+        self._seed_key = context.config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES)
         self._texts = PromptEncoder()
 
     def close(self) -> None:
@@ -282,7 +272,7 @@ class RequestRunner:
             with_token_texts=sample.token_texts,
         )
         try:
-            await SampleRun(self._runner, sample, entry, output).run()
+            await SampleRun(self._context, sample, entry, output).run()
         except CorunError as error:
             outbox.fail(error)
         except Exception as error:

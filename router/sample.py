@@ -50,8 +50,8 @@ class Finished:
 
 
 @dataclass(kw_only=True)
-class SampleRunner:
-    """What the runs of all samples share."""
+class RunContext:
+    """What the runs of all samples and scores share."""
 
     registry: Registry
     queue: SampleQueue
@@ -63,8 +63,8 @@ class SampleRunner:
 class SampleRun:
     """The attempts of one sample. They show which nodes to name if the sample cannot go on."""
 
-    def __init__(self, runner: SampleRunner, task: SampleTask, entry: QueueEntry, output: SampleOutput) -> None:
-        self._runner = runner
+    def __init__(self, context: RunContext, task: SampleTask, entry: QueueEntry, output: SampleOutput) -> None:
+        self._context = context
         self._task = task
         self._entry = entry
         self._output = output
@@ -73,7 +73,7 @@ class SampleRun:
         """Releases the KV that an attempt left unread for the next one."""
         self._reached: list[tuple[int, Placement]] = []
         """The attempts that have ended: the tokens that the sample had then, and where it ran."""
-        self._faults = Faults(str(task), task.deadline, runner.registry, runner.config, runner.metrics)
+        self._faults = Faults(str(task), task.deadline, context.registry, context.config, context.metrics)
 
     async def run(self) -> Receipt:
         """Run the sample to its end. Its tokens go to the output as they come.
@@ -90,8 +90,8 @@ class SampleRun:
             while reason is None:
                 with task.span.child("attempt", task.facts | {"corun.attempt": self._faults.num_failed + 1}) as span:
                     placement = await self._place(span)
-                    more_follow = self._runner.queue.more_follow(placement.need.kv_key)
-                    attempt = Attempt(task, placement, output, self._runner.config, span, more_follow=more_follow)
+                    more_follow = self._context.queue.more_follow(placement.need.kv_key)
+                    attempt = Attempt(task, placement, output, self._context.config, span, more_follow=more_follow)
                     with self._account_for(attempt):
                         await attempt.reserve()  # Decode node: KV room for prompt and output, a place in line.
                         handle = await attempt.prefill()  # Prefill node: the prompt's KV.
@@ -101,16 +101,16 @@ class SampleRun:
                         span.note({"gen_ai.response.finish_reasons": (reason.value,)})
                 if reason is None:  # mypy does not know that `_account_for` ends some errors.
                     output.restart()  # type: ignore[unreachable]
-                    self._runner.queue.again(self._entry, ran=self._faults.num_failed > 0)
+                    self._context.queue.again(self._entry, ran=self._faults.num_failed > 0)
             return self._finish(reason)
 
     async def _place(self, span: Span) -> Placement:
         """Wait for the sample's place on a pair of nodes."""
         began = loop_time()
         with span.child("queue"):
-            placement = await self._runner.queue.place(self._entry, self._task.deadline)
+            placement = await self._context.queue.place(self._entry, self._task.deadline)
         assert isinstance(placement, Placement)  # Only a score gets less.
-        self._runner.metrics.queue_seconds.observe(loop_time() - began)
+        self._context.metrics.queue_seconds.observe(loop_time() - began)
         prefill, decode = placement.refs
         span.note({"corun.prefill_node": str(prefill), "corun.decode_node": str(decode)})
         return placement
@@ -122,7 +122,7 @@ class SampleRun:
         A refused reservation and a node fault end the attempt without an error, so that the sample can be placed again.
         Raises the error that ends the sample, if it may not.
         """
-        placement, clock = attempt.placement, self._runner.registry.clock
+        placement, clock = attempt.placement, self._context.registry.clock
         still_before, unreceived = clock.still_s, self._num_unreceived()
         try:
             yield
@@ -142,12 +142,12 @@ class SampleRun:
         finally:
             if placement.holds_room:  # A refused placement has led to no attempt.
                 self._reached.append((self._output.num_tokens, placement))
-            self._runner.metrics.output_tokens.inc(self._num_unreceived() - unreceived)
+            self._context.metrics.output_tokens.inc(self._num_unreceived() - unreceived)
             if self._first_token_at is None and attempt.first_token_at is not None:
                 self._first_token_at = attempt.first_token_at
                 if self._task.arrived is not None:
                     waited_s = self._first_token_at - self._task.arrived
-                    self._runner.metrics.time_to_first_token_seconds.observe(waited_s)
+                    self._context.metrics.time_to_first_token_seconds.observe(waited_s)
             attempt.close()
 
     def _num_unreceived(self) -> int:
@@ -172,7 +172,7 @@ class SampleRun:
         The error names the nodes. It also blames the request, if nodes are lost wherever it runs, or if two attempts
         had no finite logits to draw from: clients then do not send it again as it is.
         """
-        task, max_attempts, nodes = self._task, self._runner.config.max_attempts, self._faults
+        task, max_attempts, nodes = self._task, self._context.config.max_attempts, self._faults
         runs = len(nodes.nodes)
         if nodes.lack_finite_logits:
             position = self._output.num_tokens
@@ -195,19 +195,21 @@ class SampleRun:
         if differs_at is None:  # The bits differ only from those the client sent, which proves nothing of nodes.
             return
         source = next(placement for num_tokens, placement in self._reached if num_tokens > differs_at)
-        self._runner.registry.quarantine((*source.refs, *attempt.placement.refs), str(self._task))
+        self._context.registry.quarantine((*source.refs, *attempt.placement.refs), str(self._task))
 
     def _finish(self, reason: FinishReason) -> Receipt:
         """Count and deliver a sample that ended well, and return its receipt."""
-        task, output, runner = self._task, self._output, self._runner
+        task, output, context = self._task, self._output, self._context
         _, newest = self._reached[-1]
-        runner.metrics.finished_samples.inc()
-        receipt = receipt_of(task, runner.registry.contract.fingerprint, output, newest, reason)
+        context.metrics.finished_samples.inc()
+        receipt = receipt_of(task, context.registry.contract.fingerprint, output, newest, reason)
         if task.arrived is not None:
-            runner.metrics.note_sample(
+            context.metrics.note_sample(
                 task.arrived, self._first_token_at, receipt.num_prompt_tokens, receipt.num_output_tokens
             )
         output.deliver(receipt)
         self._faults.contradict(newest.refs)
-        runner.on_finished(Finished(task=task, receipt=receipt, records=output.records, node_reason=output.node_reason))
+        context.on_finished(
+            Finished(task=task, receipt=receipt, records=output.records, node_reason=output.node_reason)
+        )
         return receipt

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from corun.completion import Prompt, Score, Scores
-from corun.config.fields import RouterConfig
 from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError, renaming
 from corun.observe.tracing import OFF, Span
 from corun.params import check_continuations, check_request_id, check_scored_lengths, check_token_ids
@@ -26,14 +25,13 @@ from corun.types import Priority, TokenScores
 from router.attempt import NodeFaultError, faults_of
 from router.clock import loop_time
 from router.faults import Faults
-from router.metrics import RouterMetrics
 from router.nodes.node import PrefillNode
 from router.nodes.node_client import NotFiniteError
-from router.nodes.registry import Registry
 from router.placement import Need, beginnings_of
 from router.prompts import Model
-from router.queue import QueueEntry, SampleQueue
+from router.queue import QueueEntry
 from router.request import RequestRunner, check_priority
+from router.sample import RunContext
 from router.text import Tokenizer
 
 TOKENS_BEFORE = 16
@@ -78,18 +76,9 @@ class ScoreTask:
 class ScoreRunner:
     """Checks requests and runs their continuations."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        queue: SampleQueue,
-        requests: RequestRunner,
-        config: RouterConfig,
-        metrics: RouterMetrics,
-    ) -> None:
-        self.registry = registry
-        self.queue = queue
-        self.config = config
-        self.metrics = metrics
+    def __init__(self, context: RunContext, requests: RequestRunner) -> None:
+        self._context = context
+        self._registry, self._queue = context.registry, context.queue
         self._requests = requests
 
     async def score(self, request: ScoreRequest, deadline: float) -> Scores:
@@ -106,19 +95,19 @@ class ScoreRunner:
         check_continuations(request.continuations)
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
         tokens = _least_tokens(request.prompt) + min(map(_least_tokens, request.continuations))
-        arriving = self.queue.arriving(
+        arriving = self._queue.arriving(
             len(request.continuations), tokens, deadline, caller=request.caller, priority=request.priority
         )
         with arriving:
             prompt, continuations = await self._tokens(request, deadline)
         name = request.caller.name
-        scope = f"client {name}" if self.config.share_kv else ""
+        scope = f"client {name}" if self._context.config.share_kv else ""
         beginnings = beginnings_of(prompt, scope)
         needs = [
             Need(num_prompt=len(prompt) + len(each), max_tokens=0, beginnings=beginnings, is_score=True)
             for each in continuations
         ]
-        entries = self.queue.enter(needs, caller=request.caller, priority=request.priority)
+        entries = self._queue.enter(needs, caller=request.caller, priority=request.priority)
         tasks = [
             ScoreTask(
                 name=f"score {i} of request {request_id!r}",
@@ -132,11 +121,11 @@ class ScoreRunner:
         ]
         found = Scores(
             request_id=request_id,
-            fingerprint=self.registry.contract.fingerprint,
+            fingerprint=self._registry.contract.fingerprint,
             prompt_token_ids=prompt,
             scores=tuple(await self._all(tasks, entries)),
         )
-        model = self.registry.model
+        model = self._registry.model
         assert model is not None  # The tokens were checked against it.
         if not request.token_texts:
             return found
@@ -147,7 +136,8 @@ class ScoreRunner:
     async def _all(self, tasks: Sequence[ScoreTask], entries: Sequence[QueueEntry]) -> list[Score]:
         """Run all continuations. The first error ends the others, and so does the end of the call."""
         runs = [
-            self.queue.run(entry, ScoreRun(self, task, entry).run()) for task, entry in zip(tasks, entries, strict=True)
+            self._queue.run(entry, ScoreRun(self._context, task, entry).run())
+            for task, entry in zip(tasks, entries, strict=True)
         ]
         try:
             return await asyncio.gather(*runs)
@@ -168,7 +158,7 @@ class ScoreRunner:
         ]
         check_scored_lengths(len(prompt), [len(each) for each in found], model.max_model_len)
         longest = len(prompt) + max(map(len, found))
-        if not self.registry.missing() and not self.registry.could_hold(longest):
+        if not self._registry.missing() and not self._registry.could_hold(longest):
             limit = f"must leave prompt and continuation, {longest} tokens, room in the KV of a node"
             raise InvalidArgumentError("continuations", Shown(f"{longest} tokens"), limit)
         return prompt, found
@@ -185,30 +175,30 @@ class ScoreRunner:
 class ScoreRun:
     """The attempts to score one continuation."""
 
-    def __init__(self, runner: ScoreRunner, task: ScoreTask, entry: QueueEntry) -> None:
-        self._runner = runner
+    def __init__(self, context: RunContext, task: ScoreTask, entry: QueueEntry) -> None:
+        self._context = context
         self._task = task
         self._entry = entry
-        self._faults = Faults(task.name, task.deadline, runner.registry, runner.config, runner.metrics)
+        self._faults = Faults(task.name, task.deadline, context.registry, context.config, context.metrics)
 
     async def run(self) -> Score:
         """Return the score. Raises the errors of `ScoreRunner.score`."""
-        runner = self._runner
+        context = self._context
         while True:
             began = loop_time()
-            placement = await runner.queue.place(self._entry, self._task.deadline)
-            runner.metrics.queue_seconds.observe(loop_time() - began)
-            still_before = runner.registry.clock.still_s
+            placement = await context.queue.place(self._entry, self._task.deadline)
+            context.metrics.queue_seconds.observe(loop_time() - began)
+            still_before = context.registry.clock.still_s
             node = placement.prefill
             try:
                 found = await self._attempt(node)
                 placement.leave(is_computed=True)
                 return self._finish(node, found)
             except NodeFaultError as fault:
-                self._note_fault(fault, runner.registry.clock.still_s - still_before)
+                self._note_fault(fault, context.registry.clock.still_s - still_before)
             finally:
                 placement.close()
-            runner.queue.again(self._entry, ran=True)
+            context.queue.again(self._entry, ran=True)
 
     async def _attempt(self, node: PrefillNode) -> TokenScores:
         """Have a node score the tokens once. Raises NodeFaultError if it fails, or has logits that are not finite."""
@@ -223,7 +213,7 @@ class ScoreRun:
                 len(self._task.continuation),
                 left,
                 span.metadata,
-                idle_s=self._runner.config.prefill_timeout_s,
+                idle_s=self._context.config.prefill_timeout_s,
                 share_scope="" if self._faults.nodes or self._faults.not_finite else self._task.share_scope,
             )
         if not all(map(math.isfinite, (*found.logprobs, *found.top_logprobs))):
@@ -234,7 +224,7 @@ class ScoreRun:
         """Take a node fault into account (`Faults.note`), and prepare the next attempt. Raises the error that ends the
         score if there is no next attempt."""
         self._faults.note(fault, (fault.node.info.ref,), still_s)
-        nodes, max_attempts, name = self._faults, self._runner.config.max_attempts, self._task.name
+        nodes, max_attempts, name = self._faults, self._context.config.max_attempts, self._task.name
         if nodes.lack_finite_logits:
             found = Shown(f"{self._task.num_tokens} tokens")
             raise InvalidArgumentError("continuations", found, f"has logits that are not finite ({nodes})") from fault
@@ -243,16 +233,16 @@ class ScoreRun:
         self._entry.need = self._entry.need.again(fault.node.node_id)
 
     def _finish(self, node: PrefillNode, found: TokenScores) -> Score:
-        runner = self._runner
+        context = self._context
         self._faults.contradict((node.info.ref,))
-        runner.metrics.scored_tokens.inc(len(found.logprobs))
+        context.metrics.scored_tokens.inc(len(found.logprobs))
         return Score(
             token_ids=self._task.continuation,
             logprobs=found.logprobs,
             top_token_ids=found.top_token_ids,
             top_logprobs=found.top_logprobs,
             output_digest=output_digest(self._task.continuation, found.logprobs),
-            equals_generation=runner.registry.scores_equal_generation(node),
+            equals_generation=context.registry.scores_equal_generation(node),
             prefill_node=node.info.ref,
             cached_tokens=found.cached_tokens,
         )

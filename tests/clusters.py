@@ -116,7 +116,7 @@ def short_calls(limit_s: float = 1.0) -> Iterator[None]:
 
 def retries(fake: FakeCluster) -> dict[str, float]:
     """The runs of samples that a node failed, by reason."""
-    counter = fake.router.runner.metrics.sample_retries
+    counter = fake.router.context.metrics.sample_retries
     return {reason: found for reason in ("lost", "fault") if (found := counter.labels(reason).value)}
 
 

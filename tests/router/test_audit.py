@@ -125,7 +125,7 @@ async def finished(model: str) -> Finished:
     """A sample that a router finished."""
     found: list[Finished] = []
     async with cluster(model) as fake:
-        fake.router.runner.on_finished = found.append
+        fake.router.context.on_finished = found.append
         await generate(fake, PROMPT, PARAMS, seed=8)
     return found[0]
 

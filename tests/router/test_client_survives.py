@@ -173,4 +173,4 @@ class TestTwoRouters:
             await fake.until(lambda: not any(node.leases for node in fake.nodes) and not fake.kv.held)
             assert not any(node.engine._running for node in fake.nodes if node.info.slots)
             assert not fake.held()
-            assert fake.routers[1].runner.metrics.finished_samples.value >= 30
+            assert fake.routers[1].context.metrics.finished_samples.value >= 30

@@ -99,7 +99,7 @@ class TestTheLine:
             fake.nodes[1].engine.step_ms = 15
             for i, (output,) in enumerate(await asyncio.gather(*await self.fill(fake))):
                 assert right(output, (i, 1), LONG, i)
-            retries = fake.router.runner.metrics.sample_retries.labels("fault").value
+            retries = fake.router.context.metrics.sample_retries.labels("fault").value
             assert (retries == 0) == excused
 
     async def test_one_of_high_priority_has_at_most_the_line_ahead(
