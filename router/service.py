@@ -69,8 +69,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[Source]:
         metrics = self.metrics
-        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.counted():
-            self.activity.check()
+        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.admitted():
             metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
             stream = self.streams.find(request.stream_id, caller().name) if request.stream_id else None
@@ -95,8 +94,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 await running.close()
 
     async def Score(self, request: cluster_pb2.ScoreRequest, context: Context) -> cluster_pb2.ScoreResponse:
-        with self.metrics.request() as ending, of_call(context, "corun.score") as span, self.activity.counted():
-            self.activity.check()
+        with self.metrics.request() as ending, of_call(context, "corun.score") as span, self.activity.admitted():
             asked = ScoreRequest(
                 prompt=codec.text_or_tokens_from_proto(request.prompt),
                 continuations=tuple(map(codec.text_or_tokens_from_proto, request.continuations)),
@@ -146,14 +144,12 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def GetChatTemplate(
         self, request: cluster_pb2.GetChatTemplateRequest, context: Context
     ) -> cluster_pb2.GetChatTemplateResponse:
-        with self.activity.counted():
-            self.activity.check()
+        with self.activity.admitted():
             model = await self.requests.model(_deadline(context))
             return codec.template_to_proto(await asyncio.to_thread(_template, model.folder))
 
     async def Tokenize(self, request: cluster_pb2.TokenizeRequest, context: Context) -> cluster_pb2.TokenizeResponse:
-        with self.activity.counted():
-            self.activity.check()
+        with self.activity.admitted():
             tokens = await self.requests.tokenize(
                 request.text,
                 _deadline(context),
@@ -166,16 +162,14 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def Detokenize(
         self, request: cluster_pb2.DetokenizeRequest, context: Context
     ) -> cluster_pb2.DetokenizeResponse:
-        with self.activity.counted():
-            self.activity.check()
+        with self.activity.admitted():
             text = await self.requests.detokenize(request.token_ids.ids, _deadline(context), caller())
             return cluster_pb2.DetokenizeResponse(text=text)
 
     async def Verify(
         self, request: cluster_pb2.VerifyRequest, context: Context
     ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
-        with self.activity.counted():
-            self.activity.check()
+        with self.activity.admitted():
             self.verifier.check_size(len(request.cases), len(request.conditions))
             model = await self.requests.model(_deadline(context))
             cases = []

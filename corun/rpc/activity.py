@@ -36,6 +36,13 @@ class Activity:
             raise self.shutting_down()
 
     @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count new work for as long as the block runs. Raises UnavailableError while draining."""
+        self.check()
+        with self.counted():
+            yield
+
+    @contextmanager
     def counted(self, count: int = 1) -> Iterator[None]:
         """Count `count` more for as long as the block runs, also in a drain: work that runs may need it to end."""
         self.running += count
