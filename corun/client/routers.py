@@ -96,9 +96,9 @@ class Routers:
     def __init__(self, addresses: Sequence[str], access: Access, stub: Callable[[Channel], Any]) -> None:
         channels = [channel(each, access=access) for each in addresses]
         self._all = [RouterLink(each, link, stub(link)) for each, link in zip(addresses, channels, strict=True)]
-        self._current = 0
-        self._is_reached = False
-        """Whether the current router has answered, and no call has found it gone since."""
+        self._next = 0  # The index of the one to ask next.
+        self._reached: RouterLink | None = None
+        """The router that has answered, and that no call has found gone since."""
         self._in_progress: WeakSet[Any] = WeakSet()
         # gRPC does not distinguish a refused TLS handshake from a silent peer.
         over_tls = "over TLS: the certificates may not be those that the other side trusts"
@@ -147,17 +147,18 @@ class Routers:
         Raises NoRouterError if no router answers in `wait_s` seconds.
         """
         end, backoff, is_silent = time.monotonic() + wait_s, Backoff(), wait_s > 2 * NOTICE_S
-        while not self._is_reached and not self.is_closed:
-            router, probe_s = self._all[self._current], max(0.0, end - time.monotonic())
+        while self._reached is None and not self.is_closed:
+            router, probe_s = self._all[self._next], max(0.0, end - time.monotonic())
             if is_silent or len(self._all) > 1:
                 probe_s = min(probe_s, NOTICE_S if is_silent else _PROBE_S)
             answer = self.track(router.probe(b"", timeout=probe_s))
             try:
-                self._is_reached = await answer.code() not in _NO_ANSWER
+                has_answered = await answer.code() not in _NO_ANSWER
             finally:
                 answer.cancel()
+            self._reached = self._reached or (router if has_answered else None)  # Another call may have found one.
             left = end - time.monotonic()
-            if self._is_reached:
+            if self._reached is not None:
                 break
             self._leave(router)
             if left <= 0:
@@ -166,9 +167,9 @@ class Routers:
                 is_silent = False
                 log.warning("no router answers at %s yet: trying for another %.3g s", self._names, left)
             await self.pause(min(left, backoff.next_s()))
-        if self.is_closed:
+        if self.is_closed or self._reached is None:
             raise closed()
-        return self._all[self._current]
+        return self._reached
 
     def failed(self, router: RouterLink, error: grpc.RpcError) -> CorunError:
         """Return the error to raise for a failed call. Leaves the router if it is unavailable."""
@@ -178,10 +179,11 @@ class Routers:
         return typed
 
     def _leave(self, router: RouterLink) -> None:
-        """Go on to the next router, unless another call has already left `router`."""
-        if self._all[self._current] is router:
-            self._current = (self._current + 1) % len(self._all)
-            self._is_reached = False
+        """Ask the next router from now on, unless another call has already left `router`."""
+        if self._all[self._next] is router:
+            self._next = (self._next + 1) % len(self._all)
+        if self._reached is router:
+            self._reached = None
 
     @property
     def _names(self) -> str:
