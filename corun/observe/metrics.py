@@ -11,6 +11,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -21,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
+from corun.config.fields import CLIENT_TIMEOUT_S
 from corun.errors import UnavailableError
 from corun.types import Distribution
 
@@ -200,5 +202,12 @@ class _Server(ThreadingWSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = CLIENT_TIMEOUT_S  # A client that neither sends nor takes anything has a thread and a file here.
+
+    def handle(self) -> None:
+        """Answer a request. Log nothing of a client that is gone, or that sends nothing."""
+        with suppress(OSError):
+            super().handle()
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Log nothing, because requests come every few seconds."""

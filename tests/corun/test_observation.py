@@ -76,6 +76,17 @@ async def test_a_stop_that_is_cancelled_closes_the_port_all_the_same() -> None:
         await asyncio.sleep(0.01)
 
 
+async def test_a_client_that_sends_nothing_keeps_no_thread(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("corun.observe.metrics._Handler.timeout", 0.1)
+    async with observed(WATCHED) as observation:
+        with socket.create_connection(("127.0.0.1", observation.metrics.port), timeout=WAIT_S) as silent:
+            assert await asyncio.to_thread(silent.recv, 1) == b"", "the server closes the connection"
+        assert await asyncio.to_thread(ask, observation, LIVEZ) == 200
+    assert capfd.readouterr().err == ""
+
+
 async def test_a_loop_that_stands_still_after_the_start_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with observed(WATCHED) as observation:
         observation.note_started()
