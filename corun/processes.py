@@ -57,8 +57,8 @@ def stat_fields(pid: int, thread: str = "") -> list[str] | None:
     thread: "task/TID/" to get the fields of one thread.
     """
     try:
-        # The text is "pid (name) state ppid …". The name may hold spaces and parentheses.
-        return Path(f"/proc/{pid}/{thread}stat").read_text().rpartition(")")[2].split()
+        # The text is "pid (name) state ppid …". The name may hold spaces, parentheses, and part of a character.
+        return Path(f"/proc/{pid}/{thread}stat").read_bytes().rpartition(b")")[2].decode().split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 

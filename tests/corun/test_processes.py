@@ -76,3 +76,17 @@ assert processes.children(os.getpid()) == []
 assert time.monotonic() - began < 10
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_process_may_have_any_bytes_as_its_name() -> None:
+    """The kernel cuts a name after 15 bytes, also in the middle of a character."""
+    code = "open('/proc/self/comm', 'wb').write(('é' * 10).encode()); print('named', flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as named:
+        assert named.stdout is not None
+        assert named.stdout.readline() == "named\n"
+        assert Path(f"/proc/{named.pid}/comm").read_bytes() == "ééééééé".encode() + b"\xc3\n"
+        fields = processes.stat_fields(named.pid)
+        named.kill()
+    assert fields is not None
+    assert int(fields[1]) == os.getpid()
