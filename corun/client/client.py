@@ -50,6 +50,7 @@ from corun.client.routers import (
 from corun.completion import Chunk, Generation, Prompt, Scores
 from corun.config.fields import TlsConfig
 from corun.errors import CorunError, OverloadedError
+from corun.observe.trace_context import of_caller
 from corun.params import SamplingParams, check_text, check_token_ids
 from corun.records.rows import PromptRow
 from corun.records.verification import Condition, VerifyCase, VerifyResult
@@ -416,7 +417,9 @@ class AsyncClient:
         router = await self._reach(deadline)
         try:
             with self._routers.told():
-                return await self._routers.track(getattr(router.stub, method)(request, timeout=deadline.remaining_s))
+                ask = getattr(router.stub, method)
+                call = ask(request, timeout=deadline.remaining_s, metadata=of_caller())
+                return await self._routers.track(call)
         except grpc.RpcError as error:
             raise self._routers.failed(router, error) from error
 

@@ -193,6 +193,15 @@ async def test_a_client_passes_its_callers_span_on(model: str, traced: Collector
     assert len(traced.named("corun.request")) == 2
 
 
+async def test_a_client_passes_its_callers_span_on_with_what_it_has_scored(model: str, traced: Collector) -> None:
+    context = trace_context.read([("traceparent", PARENT)])
+    async with cluster(model) as fake, AsyncClient(fake.address, timeout_s=WAIT_S) as client:
+        with trace_context.within(context):
+            await client.score(PROMPT, [PROMPT])
+    await tracing.stop()
+    assert [(span.trace, span.parent) for span in traced.named("corun.score")] == [("a" * 32, "b" * 16)]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_gateway_passes_the_span_of_its_http_client_on(model: str, traced: Collector, stream: bool) -> None:
     sent = [{"traceparent": PARENT}, {"traceparent": HOSTILE[3]}, {}]
