@@ -46,15 +46,15 @@ def _without_name(word: str) -> str:
 
 
 def _of_uv(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    files = [_home(environ) / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]
+    files = [_config(environ) / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]
     for path in [Path(environ["UV_CONFIG_FILE"])] if environ.get("UV_CONFIG_FILE") else files:
         try:
             found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # A file that uv cannot use either is uv's to complain of.
-            continue
-        tables = found.get("index", [])
-        main = [table["url"] for table in tables if table.get("default")]
-        extra = [table["url"] for table in tables if not table.get("default") and not table.get("explicit")]
+            tables = found.get("index", [])
+            main = [table["url"] for table in tables if table.get("default")]
+            extra = [table["url"] for table in tables if not table.get("default") and not table.get("explicit")]
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            continue  # A file that uv cannot use either is uv's to complain of.
         return [*main, *filter(None, [found.get("index-url")])], [*extra, *found.get("extra-index-url", [])]
     return [], []
 
@@ -73,13 +73,17 @@ def _pip_files(environ: Mapping[str, str]) -> Iterator[Path]:
     system = (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
     yield from (Path(directory) / "pip" / "pip.conf" for directory in reversed(system))
     yield Path("/etc/pip.conf")
-    yield Path(environ.get("HOME") or Path.home()) / ".pip" / "pip.conf"
-    yield _home(environ) / "pip" / "pip.conf"
+    yield _home(environ) / ".pip" / "pip.conf"
+    yield _config(environ) / "pip" / "pip.conf"
     yield Path(sys.prefix) / "pip.conf"
     if environ.get("PIP_CONFIG_FILE"):
         yield Path(environ["PIP_CONFIG_FILE"])
 
 
-def _home(environ: Mapping[str, str]) -> Path:
+def _config(environ: Mapping[str, str]) -> Path:
     """Return the directory of the user's configurations."""
-    return Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home()) / ".config")
+    return Path(environ.get("XDG_CONFIG_HOME") or _home(environ) / ".config")
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("HOME") or os.path.expanduser("~"))  # `Path.home` raises RuntimeError where there is none.

@@ -299,3 +299,12 @@ def test_a_file_that_is_too_short_is_refused_at_once(index: Index) -> None:
     with pytest.raises(UnavailableError, match="less than"):
         smollm2.ensure()
     assert sum(asked.startswith("/files/") for asked in index.asked) == 1
+
+
+def test_a_user_without_a_home_and_a_file_that_uv_refuses_leave_the_public_index(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "uv.toml").write_text('index = "https://uv/simple"\n')
+    assert indexes({"HOME": str(home), "UV_CONFIG_FILE": str(home / "uv.toml")}) == [PUBLIC]
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # As for a user id that the system does not know.
+    assert indexes({}) == [PUBLIC]
