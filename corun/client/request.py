@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,8 +97,8 @@ def prepare_all(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     seeds: Sequence[int | None] | None,
-    n: int | None = None,
-    priority: Priority | str = Priority.NORMAL,
+    n: int | None,
+    priority: Priority | str,
 ) -> list[PreparedRequest]:
     """Return the requests of a batch. All are checked before the first is sent.
 
@@ -106,12 +106,11 @@ def prepare_all(
 
     Raises InvalidArgumentError, which names the prompt's index.
     """
-    if isinstance(prompts, str):
-        raise InvalidArgumentError("prompts", prompts, "must be a sequence of prompts")
+    prompts = _listed("prompts", prompts, "must be a sequence of prompts")
     each_params: Any = params
     if not isinstance(each_params, Sequence) or isinstance(each_params, (str, bytes)):
         each_params = [params if params is None else _checked("params", params)] * len(prompts)
-    each_seed = [None] * len(prompts) if seeds is None else seeds
+    each_seed = [None] * len(prompts) if seeds is None else _listed("seeds", seeds, "must be a sequence of seeds")
     for name, given in (("params", each_params), ("seeds", each_seed)):
         if len(given) != len(prompts):
             raise InvalidArgumentError(name, Shown(f"{len(given)} values"), f"must be one per prompt, {len(prompts)}")
@@ -150,6 +149,12 @@ def retry_delay_s(error: OverloadedError, deadline: Deadline) -> float:
 def check_concurrency(concurrency: int) -> None:
     if not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidArgumentError("concurrency", concurrency, "must be at least 1")
+
+
+def _listed(field: str, values: Any, limit: str) -> list[Any]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise InvalidArgumentError(field, values, limit)
+    return list(values)
 
 
 def _with_n(params: SamplingParams | None, n: int | None) -> SamplingParams | None:

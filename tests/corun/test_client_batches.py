@@ -57,7 +57,10 @@ def test_the_first_error_ends_a_batch(client: Client, fake: FakeRouter) -> None:
     ("arguments", "field"),
     [
         ({"prompts": "text"}, "prompts"),
+        ({"prompts": b"text"}, "prompts"),
+        ({"prompts": None}, "prompts"),
         ({"prompts": ["a", ""]}, "prompts[1].prompt.text"),
+        ({"prompts": ["a"], "seeds": 1}, "seeds"),
         ({"prompts": ["a"], "seeds": [1, 2]}, "seeds"),
         ({"prompts": ["a"], "params": []}, "params"),
         ({"prompts": ["a"], "params": {"max_tokens": 4}}, "params"),
