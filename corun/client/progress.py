@@ -37,7 +37,8 @@ class ProgressBar:
         self._label = label
         self._refresh_hz = refresh_hz
         self._done = 0
-        self._shown = sys.stderr.isatty() if shown is None else shown
+        # Python has no stderr in a process that began with it closed.
+        self._shown = (sys.stderr is not None and sys.stderr.isatty()) if shown is None else shown
         self._timer = threading.Timer(delay_s, self._show)
         self._timer.daemon = True
         self._lock = threading.Lock()

@@ -92,6 +92,12 @@ def test_only_long_work_shows_a_bar(
     assert " left" in shown
 
 
+def test_a_process_without_stderr_shows_no_bar(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has none in a process that began with it closed, as some daemons do."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert len(client.generate_many(["a"], PARAMS)) == 1
+
+
 def test_what_is_left_goes_by_the_pace_of_the_whole() -> None:
     """Runs of 40 s each, of which none ends within half a minute after another."""
     bar, now = new_bar(), 0.0
