@@ -105,7 +105,7 @@ def _check_not_empty(name: str, value: Any) -> None:
 def check_address(name: str, value: str) -> None:
     """Raise InvalidArgumentError unless an address, which may be empty, is host:port."""
     host, _, port = value.rpartition(":")
-    if value and (not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535)):
+    if value and (not host or not (port.isascii() and port.isdigit() and len(port) < 20 and 0 < int(port) <= 65535)):
         raise InvalidArgumentError(name, value, "must be host:port, with a port in [1, 65535]")
     if ":" in host and not host.startswith("["):  # To gRPC all of it would be the host.
         raise InvalidArgumentError(name, value, "must be host:port, with brackets around an IPv6 address")

@@ -165,11 +165,15 @@ def params_from_dict(values: object, defaults: SamplingParams | None = None) -> 
             raise InvalidArgumentError(f"params.{name}", values[name], "is not a sampling parameter")
     given = dict(values)
     if isinstance(given.get("logit_bias"), Mapping):
-        given["logit_bias"] = [
-            (int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key, bias)
-            for key, bias in given["logit_bias"].items()
-        ]
+        given["logit_bias"] = [(_token_id(key), bias) for key, bias in given["logit_bias"].items()]
     return replace(defaults or SamplingParams(), **given)
+
+
+def _token_id(key: object) -> object:
+    """Return the number that a key of an object spells. What is none is left for `SamplingParams` to refuse."""
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20:  # Python reads no endless numbers.
+        return int(key)
+    return key
 
 
 def short_fp32(value: float) -> float:

@@ -157,6 +157,7 @@ def test_parameters_of_another_type_are_refused_by_name(client: Client, fake: Fa
         "localhost:99999",
         "localhost:0",
         "localhost:grpc",
+        pytest.param("localhost:" + "1" * 5000, id="long"),
         "a:1, b",
         "",
         "a:1,",

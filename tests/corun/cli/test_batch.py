@@ -153,6 +153,10 @@ def test_a_seed_depends_on_the_row_not_on_the_order(corun: Any, tmp_path: Path) 
         ('{"prompt": "a", "params": {"top_pp": 1}}', "params.top_pp = 1: is not a sampling parameter"),
         ('{"prompt": "a", "params": {"top_p": 1.5}}', "sampling_params.top_p = 1.5: must be in [1e-09, 1]"),
         ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "sampling_params.logit_bias = 'x': must be an integer"),
+        (
+            f'{{"prompt": "a", "params": {{"logit_bias": {{"{"1" * 5000}": 1}}}}}}',
+            "sampling_params.logit_bias = '1111",
+        ),
         ('{"prompt": "a", "id": "1"}', "must be unique"),
     ],
 )
