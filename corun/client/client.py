@@ -454,10 +454,9 @@ class AsyncClient:
                             yield rest.take(chunk)
                 rest.finish()
             except grpc.RpcError as error:
-                routers.failed(router, error)
-                lost = error
-            if not rest.is_whole:
-                await routers.pause(rest.retry_s(lost, router.address))
+                typed = routers.failed(router, error)
+                if not rest.is_whole:
+                    await routers.pause(rest.retry_s(error, typed))
 
     async def _verify(self, request: pb.VerifyRequest, deadline: Deadline) -> AsyncGenerator[VerifyResult, None]:
         router = await self._reach(deadline)

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from corun.client.routers import MIN_RETRY_S, Backoff, Deadline, typed_error
+from corun.client.routers import MIN_RETRY_S, Backoff, Deadline
 from corun.completion import Assembler, Chunk, Prompt, Scores
 from corun.errors import (
     ContractMismatchError,
@@ -358,13 +358,12 @@ class Resumption:
             if not sample.done:
                 raise DataLossError(f"the stream ended before sample {index} did")
 
-    def retry_s(self, error: grpc.RpcError, address: str) -> float:
-        """Return the number of seconds until the request should be sent again.
+    def retry_s(self, error: grpc.RpcError, typed: CorunError) -> float:
+        """Return the number of seconds until the request should be sent again. typed: what `error` means.
 
         Raises the typed error if trying again would not help, or if there is no time for it. Once output has arrived,
         there is time until the deadline. Before that, there is only the time for making a connection.
         """
-        typed = typed_error(error, address)
         delay = self._delay_s(error, typed)
         now = time.monotonic()
         if now - self._sent_at > self._connect_timeout_s:

@@ -172,11 +172,16 @@ class Routers:
         return self._reached
 
     def failed(self, router: RouterLink, error: grpc.RpcError) -> CorunError:
-        """Return the error to raise for a failed call. Leaves the router if it is unavailable."""
-        typed = typed_error(error, router.address)
+        """Return the typed error of a failed call. If the network may be the cause, it names the router's address.
+
+        Leaves the router if it is unavailable.
+        """
+        typed = from_rpc_error(error)
+        at_router = f"router {router.address}: {typed.message}"
         if isinstance(typed, UnavailableError):
             self._leave(router)
-        return typed
+            return UnavailableError(at_router, typed.retry_after_s)
+        return DeadlineError(at_router) if isinstance(typed, DeadlineError) else typed
 
     def _leave(self, router: RouterLink) -> None:
         """Ask the next router from now on, unless another call has already left `router`."""
@@ -211,16 +216,6 @@ def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
             raise InvalidArgumentError("address", each, "must be host:port without http: routers speak gRPC")
         check_address("address", each)  # Without a port, gRPC would use that of HTTPS.
     return tuple(found)
-
-
-def typed_error(error: grpc.RpcError, address: str) -> CorunError:
-    """Return the typed error of a failed call. If the network may be the cause, it names the router's address."""
-    typed = from_rpc_error(error)
-    if isinstance(typed, UnavailableError):
-        return UnavailableError(f"router {address}: {typed.message}", typed.retry_after_s)
-    if isinstance(typed, DeadlineError):
-        return DeadlineError(f"router {address}: {typed.message}")
-    return typed
 
 
 def check_timeout(field: str, seconds: float) -> None:

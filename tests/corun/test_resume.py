@@ -19,6 +19,7 @@ from corun.types import Alternatives, FinishReason, ResumePoint
 from tests.corun.fake_router import FailedCall, make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)
+LOST = UnavailableError("router a:1: Socket closed")
 
 
 def resumption(prepared: PreparedRequest | None = None) -> Resumption:
@@ -95,11 +96,11 @@ def test_nothing_follows_a_receipt() -> None:
 
 def test_delays_grow_until_output_comes() -> None:
     rest, broken = resumption(), FailedCall(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-    delays = [rest.retry_s(broken, "a:1") for _ in range(4)]
+    delays = [rest.retry_s(broken, LOST) for _ in range(4)]
     assert 0 < delays[0] <= 0.05
     assert delays[3] > delays[0]
     rest.take(chunk(1))
-    assert rest.retry_s(broken, "a:1") <= 0.05
+    assert rest.retry_s(broken, LOST) <= 0.05
 
 
 def test_time_at_a_router_is_not_time_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,17 +109,17 @@ def test_time_at_a_router_is_not_time_for_a_connection(monkeypatch: pytest.Monke
     monkeypatch.setattr("corun.client.request.time.monotonic", lambda: now)
     rest, broken = resumption(), FailedCall(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # It may take 1 s.
     rest.request()
-    rest.retry_s(broken, "a:1")
+    rest.retry_s(broken, LOST)
     rest.request()
     now += 55
-    assert rest.retry_s(broken, "a:1") > 0
+    assert rest.retry_s(broken, LOST) > 0
     rest.request()
     now += 0.4
-    rest.retry_s(broken, "a:1")
+    rest.retry_s(broken, LOST)
     rest.request()
     now += 0.7
     with pytest.raises(UnavailableError):
-        rest.retry_s(broken, "a:1")
+        rest.retry_s(broken, LOST)
 
 
 @pytest.mark.parametrize(
