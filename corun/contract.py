@@ -152,8 +152,8 @@ class Contract:
     def from_json(cls, text: str) -> Contract:
         """Read what `canonical_json` wrote. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
         try:
-            values = json.loads(text, object_pairs_hook=strict_json.unique)
-        except (ValueError, RecursionError) as error:
+            values = strict_json.loads(text, object_pairs_hook=strict_json.unique)
+        except ValueError as error:
             raise InvalidArgumentError("contract", text, f"must be JSON: {error}") from None
         contract: Contract = from_plain("contract", cls, values)
         return contract
