@@ -311,7 +311,7 @@ def read(path: str | Path) -> ClusterSpec:
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidArgumentError("config", str(path), f"must be a readable TOML file: {reason}") from error
     return _Reader(str(path)).cluster(content)
