@@ -6,6 +6,7 @@ It does not matter which index gives the file, because its digest is compared. T
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -56,7 +57,7 @@ def fetch(wanted: Pinned, directory: Path, tell: Callable[[int], None]) -> Path:
                 _download(session, _link(session, index, wanted), part, wanted, tell)
                 return part
             except (_NotThereError, requests.RequestException) as error:
-                reasons.append(f"{_without_user(index)}: {error}")
+                reasons.append(_without_users(f"{index}: {error}"))
     raise UnavailableError(f"{wanted.filename} could not be fetched: {'; '.join(reasons)}")
 
 
@@ -145,7 +146,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _without_user(url: str) -> str:
-    """Return an address without the user and the password in it."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+def _without_users(text: str) -> str:
+    """Return a text without the users and passwords of the addresses in it, of which each may be malformed."""
+    return re.sub(r"[^/\s'\"]*@", "", text)

@@ -106,6 +106,15 @@ def test_a_later_call_goes_on_where_an_earlier_one_ended(index: Index) -> None:
     assert [fetched for _, fetched in seen] == sorted(fetched for _, fetched in seen)
 
 
+@pytest.mark.parametrize("url", ["me:secret@127.0.0.1:1/simple", "https://me:secret@[::1/simple"])
+def test_an_address_that_is_none_is_said_without_secrets(home: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", url)
+    with pytest.raises(UnavailableError, match="could not be fetched") as found:
+        smollm2.ensure()
+    assert "1/simple: " in str(found.value)
+    assert "secret" not in str(found.value)
+
+
 def test_an_index_that_knows_no_ranges_gives_all_again(index: Index) -> None:
     index.break_after, index.knows_ranges = [PIECE], False
     assert smollm2.is_whole(smollm2.ensure())
