@@ -230,7 +230,7 @@ class ContractMismatchError(CorunError):
         for violation in _find(error_details_pb2.PreconditionFailure(), details).violations:
             try:
                 a, b = json.loads(violation.description)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RecursionError):
                 a, b = violation.description, ""  # Another implementation wrote this text.
             differences[violation.subject] = str(a), str(b)
         return cls(text, differences)

@@ -169,6 +169,17 @@ def test_foreign_statuses(call: grpc.RpcError, expected: CorunError) -> None:
     assert (type(got), got.args) == (type(expected), expected.args)
 
 
+def test_foreign_details_may_be_json_of_any_depth() -> None:
+    failure = error_details_pb2.PreconditionFailure()
+    failure.violations.add(subject="a.b", description="[" * 6000)
+    status = status_pb2.Status(code=9, message="no")
+    status.details.add().Pack(failure)
+    metadata = [("grpc-status-details-bin", status.SerializeToString())]
+    got = from_rpc_error(FailedCall(grpc.StatusCode.FAILED_PRECONDITION, "no", metadata))
+    assert isinstance(got, ContractMismatchError)
+    assert got.differences == {"a.b": ("[" * 6000, "")}
+
+
 def test_foreign_details_are_ignored() -> None:
     status = status_pb2.Status(code=5, message="no")
     status.details.add(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff\xff")
