@@ -602,8 +602,13 @@ class DecodeClient(NodeClient):
                 lease.row(token_id, logprob, own, now)
         for end in message.ended:
             ended = leases.pop(end.lease_id, None)
-            if ended is not None:
+            if ended is None:
+                continue
+            try:
                 reason = codec.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR
+            except InvalidArgumentError:  # A later version may know more reasons.
+                ended.fail(InternalError(f"the node ended the sample for reason {end.finish_reason}, unknown here"))
+            else:
                 ended.end(reason, end.detail, not_finite=end.not_finite, invalid=end.invalid)
 
 

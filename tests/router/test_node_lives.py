@@ -18,10 +18,13 @@ from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.nodes import LocalNode
-from corun.types import NodeState
+from corun.types import FinishReason, NodeState
 from corun.v1.decode_service_pb2 import StreamStepsResponse
+from corun.v1.types_pb2 import FINISH_REASON_ERROR
+from decode_node import service as decode_service
+from decode_node.service import StepRow, _message
 from router.service import CLUSTER_SERVICE
-from tests.clusters import FakeCluster, Output, cluster, generate
+from tests.clusters import FakeCluster, Output, cluster, generate, retries
 from tests.router import asking
 
 PROMPT = (5, 6, 7)
@@ -174,6 +177,36 @@ async def test_a_node_whose_steps_cannot_be_right_is_lost(
         await client._read_steps(asyncio.get_running_loop().create_future())
         assert fake.state("d1") is NodeState.LOST
         assert fake.detail("d1") == f"its step stream is broken: {reason}"
+
+
+def message_of_a_later_version(*args: Any) -> StreamStepsResponse:
+    """The message of a node that has a reason of its own for samples that failed."""
+    message = _message(*args)
+    for end in message.ended:
+        if end.finish_reason == FINISH_REASON_ERROR:
+            end.finish_reason = 99  # type: ignore[assignment]
+    return message
+
+
+async def test_a_sample_that_ends_for_an_unknown_reason_runs_again_and_costs_no_other_one(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the node, every stream there would break, and the sample would wait for its next token."""
+    monkeypatch.setattr(decode_service, "_message", message_of_a_later_version)
+    seeds = 8, 9, 10, 11
+    async with pool(model, "p1", "d1", "d2") as fake:
+        runs = [asking.started(fake, PROMPT, PARAMS, seed=seed) for seed in seeds]
+        await fake.until(lambda: all(node.drawn_tokens > 10 for node in decodes_of(fake)))
+        service = decodes_of(fake)[0].service
+        lease = next(iter(service._running.values()))
+        stream = service._stream_of(lease)
+        stream.add(lease.lease_id, StepRow(lease.request_id, None, 0.0, FinishReason.ERROR))
+        stream.flush()
+        service._drop(lease)
+        await fake.until(lambda: retries(fake))
+        for seed, run in zip(seeds, runs, strict=True):
+            assert right(await run, seed)
+        assert retries(fake) == {"fault": 1}
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")
