@@ -520,8 +520,11 @@ class DecodeClient(NodeClient):
         """Call `Reserve`. Give the node up if the call ends without an answer of it: it may have granted a lease, and
         nobody knows the lease's id. The step stream may stand nevertheless, on an older connection."""
         try:
-            response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, **options)
+            response: decode_pb2.ReserveResponse = _readable(await self._stub.Reserve(request, **options))
             return response
+        except InternalError as error:
+            self._give_up(f"it has not answered a reservation: {error}")
+            raise
         except grpc.aio.AioRpcError as error:
             if not is_answered(error):
                 self._give_up(f"it has not answered a reservation: {from_rpc_error(error)}")
@@ -624,9 +627,16 @@ def _alternatives(message: decode_pb2.StreamStepsResponse) -> list[Alternatives]
 
 async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:
     try:
-        return await method(request, timeout=max(timeout_s, 0), metadata=metadata)
+        return _readable(await method(request, timeout=max(timeout_s, 0), metadata=metadata))
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
+
+
+def _readable(response: Any) -> Any:
+    """Return a node's answer. Raises InternalError if it is no message of its kind: gRPC then answers with None."""
+    if response is None:
+        raise InternalError("the answer cannot be read")
+    return response
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

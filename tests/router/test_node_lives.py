@@ -19,7 +19,8 @@ from corun.rpc.channel import channel
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.nodes import LocalNode
 from corun.types import FinishReason, NodeState
-from corun.v1.decode_service_pb2 import StreamStepsResponse
+from corun.v1.decode_service_pb2 import ReserveRequest, StreamStepsResponse
+from corun.v1.prefill_service_pb2 import PrefillRequest
 from corun.v1.types_pb2 import FINISH_REASON_ERROR
 from decode_node import service as decode_service
 from decode_node.service import StepRow, _message
@@ -207,6 +208,30 @@ async def test_a_sample_that_ends_for_an_unknown_reason_runs_again_and_costs_no_
         for seed, run in zip(seeds, runs, strict=True):
             assert right(await run, seed)
         assert retries(fake) == {"fault": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "request_type", "reason"),
+    [
+        ("p1", "corun.v1.PrefillService/Prefill", PrefillRequest, "fault"),
+        ("d1", "corun.v1.DecodeService/Reserve", ReserveRequest, "lost"),
+    ],
+)
+async def test_an_answer_that_cannot_be_read_is_its_nodes_fault(
+    model: str, name: str, method: str, request_type: Any, reason: str
+) -> None:
+    """It may have granted a lease whose id nobody knows, which ends with the session."""
+    async with pool(model, "p1", "p2", "d1", "d2") as fake:
+        node = fake.router.registry._node(name)
+        assert node is not None
+        answers = node.client._channel.unary_unary(
+            f"/{method}",
+            request_serializer=request_type.SerializeToString,
+            response_deserializer=lambda data: ReserveRequest.FromString(b"\xff"),
+        )
+        setattr(node.client._stub, method.partition("/")[2], answers)
+        assert right(await start(fake))
+        assert retries(fake) == {reason: 1}
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")
