@@ -20,6 +20,7 @@ from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.receipt import Receipt
 from corun.records.reproduction import reproduction_row, write_reproduction
+from corun.rpc.auth import ANYONE
 from corun.types import NO_ALTERNATIVES, Alternatives, AuditStatus, FinishReason
 from router.attempt import Attempt, NodeFaultError, SampleTask, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
@@ -227,9 +228,9 @@ class Auditor:
 
 
 def _repeated(task: SampleTask) -> SampleTask:
-    """Return the sample that repeats a finished one."""
+    """Return the sample that repeats a finished one. It is nobody's: its client has its output."""
     params = replace(task.params, top_logprobs=0)  # What is compared has none.
-    return replace(task, params=params, received=None, share_scope="", isolated=True)
+    return replace(task, params=params, received=None, caller=ANYONE, share_scope="", isolated=True)
 
 
 def _record(records: bytes | bytearray, position: int) -> bytes | bytearray:

@@ -50,3 +50,18 @@ async def test_an_operator_is_told_of_all_clients_and_a_client_of_itself(model: 
             await asyncio.gather(*running)
         assert await clients(fake, OPERATOR) == {}
         assert list(fake.router.queue.callers()) == []
+
+
+async def test_an_audit_is_no_sample_of_its_client(model: str, tmp_path: Path) -> None:
+    """The client has had its answer, and may not have so many samples."""
+    settings: dict[str, Any] = with_tokens(tmp_path, "ops operator", "alice")
+    async with cluster(model, client=Access(token=ALICE), audit_fraction=1.0, **settings) as fake:
+        engine, node = fake.node("d1").engine, fake.router.registry.decodes["d1"].client
+        async with AsyncClient(fake.address, token=ALICE) as alice:
+            await alice.generate([1], SamplingParams(max_tokens=40), seed=1)
+        await fake.until(lambda: [each for each in node.leases if each.first_row_at is not None])
+        engine.hanging = True
+        assert await clients(fake, OPERATOR) == {}
+        assert await clients(fake, ALICE) == {}
+        engine.hanging = False
+        await fake.until(lambda: fake.router.auditor.status().matched)
