@@ -570,7 +570,8 @@ class DecodeClient(NodeClient):
         )
         reason, expected = "its step stream ended", 0
         try:
-            async for message in self._stub.StreamSteps(request):
+            async for answer in self._stub.StreamSteps(request):
+                message: decode_pb2.StreamStepsResponse = _readable(answer)
                 if message.step != expected:
                     raise DataLossError(f"message {message.step} came instead of {expected}")
                 expected += 1

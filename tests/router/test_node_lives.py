@@ -164,12 +164,13 @@ class TestStuckEngine:
     [
         (StreamStepsResponse(step=1), "message 1 came instead of 0"),
         (StreamStepsResponse(step=0, lease_ids=[1]), "message 0 has columns of different lengths"),
+        (None, "the answer cannot be read"),  # So gRPC tells of bytes that are no message.
     ],
 )
 async def test_a_node_whose_steps_cannot_be_right_is_lost(
-    model: str, message: StreamStepsResponse, reason: str
+    model: str, message: StreamStepsResponse | None, reason: str
 ) -> None:
-    async def steps(request: Any) -> AsyncIterator[StreamStepsResponse]:
+    async def steps(request: Any) -> AsyncIterator[StreamStepsResponse | None]:
         yield message
 
     async with pool(model, "p1", "d1") as fake:
