@@ -130,6 +130,7 @@ class Registry:
         node = self._node(ref.node_id)
         if node is None or node.info.ref != ref or node.is_gone:
             raise NotFoundError(f"node {ref} is not registered here")
+        stuck = stuck[: admission.MAX_TEXT_LENGTH]
         if stuck and stuck != node.detail:
             log.warning("node %s takes no work: %s", ref, stuck)
         node.report(load, draining=draining, stuck=stuck, now=self.clock.time())

@@ -24,6 +24,7 @@ from corun.v1.prefill_service_pb2 import PrefillRequest
 from corun.v1.types_pb2 import FINISH_REASON_ERROR
 from decode_node import service as decode_service
 from decode_node.service import StepRow, _message
+from router.nodes.admission import MAX_TEXT_LENGTH
 from router.service import CLUSTER_SERVICE
 from tests.clusters import FakeCluster, Output, cluster, generate, retries
 from tests.router import asking
@@ -209,6 +210,19 @@ async def test_a_sample_that_ends_for_an_unknown_reason_runs_again_and_costs_no_
         for seed, run in zip(seeds, runs, strict=True):
             assert right(await run, seed)
         assert retries(fake) == {"fault": 1}
+
+
+async def test_a_node_is_told_of_with_a_text_of_bounded_length(model: str) -> None:
+    """Everybody who asks for the cluster's status gets it."""
+    async with pool(model, "p1", "d1") as fake:
+        (agent,) = fake.node("d1").agents
+        agent.stuck = "x" * 1_000_000
+        agent.tell()
+        await fake.until(lambda: fake.state("d1") is NodeState.JOINING)
+        assert 0 < len(fake.detail("d1")) <= MAX_TEXT_LENGTH
+        agent.stuck = ""
+        agent.tell()
+        await fake.ready("d1")
 
 
 @pytest.mark.parametrize(
