@@ -42,7 +42,9 @@ LOOK_S = 0.5
 still there, and whether the one that decodes has a slot."""
 _OF_CLIENTS = ("prompt.", "sampling_params", "seed", "continuations")
 """The prefixes of the fields that come from a client's request. All other fields of a call to a node come from the
-router."""
+router or a prefill node."""
+_OF_PREFILL = "handle."
+"""The prefix of the fields of a call to a decode node that come from a prefill node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,19 +246,24 @@ class Attempt:
                     span.event("first_token", self.first_token_at)
 
     async def start(self, handle: Handle) -> None:
-        """Hand the KV over to the decode node."""
+        """Hand the KV over to the decode node. A handle that it refuses to read is a fault of the prefill node."""
         if self._is_started:
             self.placement.decode.client.excuse(self._lease)
             return
-        await self.placement.decode.client.start(
-            self._lease,
-            handle,
-            prompt_token_ids=self.task.prompt_token_ids,
-            params=self.task.params,
-            seed=self.task.seed,
-            timeout_s=self._time(self._config.step_timeout_s),
-            metadata=self.span.metadata,
-        )
+        try:
+            await self.placement.decode.client.start(
+                self._lease,
+                handle,
+                prompt_token_ids=self.task.prompt_token_ids,
+                params=self.task.params,
+                seed=self.task.seed,
+                timeout_s=self._time(self._config.step_timeout_s),
+                metadata=self.span.metadata,
+            )
+        except InvalidArgumentError as error:
+            if error.field.startswith(_OF_PREFILL):
+                raise NodeFaultError(self.placement.prefill, error) from error
+            raise
 
     def close(self) -> None:
         """Give back all that the attempt holds. This never waits: calls to nodes run in the background."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -139,6 +139,17 @@ FAULTS = {
 
 
 class TestFaults:
+    async def test_a_handle_that_is_refused_is_the_fault_of_who_made_it(self, model: str) -> None:
+        """The next run avoids that prefill node, not the decode node that refused to read it."""
+        async with cluster(model, prefills=2) as fake:
+            engine = fake.node("p1").engine
+            made = engine._handle
+            engine._handle = lambda prompt: replace(made(prompt), num_tokens=1)
+            (output,) = await started(fake, (7, 1), LONG, seed=7)
+            check(output, (7, 1), LONG, 7)
+            assert output.receipt.prefill_node.node_id == "p2"
+            assert retries(fake) == {"fault": 1}
+
     @pytest.mark.parametrize("name", FAULTS)
     async def test_a_fault_changes_no_bit_or_ends_the_request_with_its_name(self, model: str, name: str) -> None:
         fault = FAULTS[name]
