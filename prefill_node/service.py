@@ -194,7 +194,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise UnavailableError(f"prefill node {self.ref.node_id} is draining", 0.0)  # Another node helps at once.
         if not tokens:
             raise InvalidArgumentError(field, [], "must hold at least one token id")
-        if not request.request_id or request.request_id in self._running:
+        name = request.request_id
+        if not name or name in self._running or self.sharing.has(name):  # A sample may start before the engine looks.
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
         if any(mark in request.request_id for mark in SEPARATORS):
             raise InvalidArgumentError("request_id", request.request_id, f"must hold none of {SEPARATORS}")

@@ -268,6 +268,10 @@ class Sharing:
                 if found.is_gone and self._computations.get(key) is found:
                     self._ending.append(self._computations.pop(key))
 
+    def has(self, request_id: str) -> bool:
+        """Return whether a prompt is computed under this id, or its KV waits for a reader."""
+        return request_id in self.computing or self.engine.holds(request_id)
+
     async def compute(self, prompt: PromptRequest) -> KvHandle:
         """Have the engine compute a prompt. A prefill that several requests share is counted once."""
         return await self._counted(prompt.request_id, len(prompt.token_ids), self.engine.prefill(prompt))

@@ -178,6 +178,26 @@ async def test_no_prompt_is_computed_before_there_is_room_for_its_sample(node: N
     assert (node.engine.prefilled, samples.started, samples.told) == ([], [], [])
 
 
+async def test_no_sample_starts_with_the_kv_of_another_prompt(node: Node) -> None:
+    """An id names a prompt whose KV waits for its reader, or that others wait for, though its own caller is gone."""
+    node.service._samples = samples = Samples(node.engine)
+    await node.prefill("held", (4, 5, 6))
+    node.engine.hanging = True
+    first = asyncio.ensure_future(node.prefill("shared", share_scope="client"))
+    await until(lambda: node.computing == ["shared"])
+    second = asyncio.ensure_future(node.prefill("b", share_scope="client"))
+    await until(lambda: node.service.queued_prompts == 2)
+    first.cancel()
+    await until(lambda: node.service.queued_prompts == 1)
+    for name in ("held", "shared"):
+        call = node.prefill(name, (7, 8, 9), timeout_s=5.0, sample=pb.PromptSample())
+        error = await refusal(call, InvalidArgumentError)
+        assert (error.field, error.limit) == ("request_id", "must be unique to one attempt")
+    assert (samples.started, node.computing) == ([], ["shared"])
+    node.engine.hanging = False
+    assert (await second).handle.request_id == "shared"
+
+
 async def test_who_gives_the_call_up_is_told_of_the_lease(node: Node) -> None:
     node.service._samples = samples = Samples(node.engine)
     node.engine.hanging = True
