@@ -124,8 +124,9 @@ class SlotTable:
                 raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
             self._check_part(router_id, need, now)
         except NoRoomError:
-            since = self._waiting[router_id].since if router_id in self._waiting else now
-            self._waiting[router_id] = Waiting(since, now, need)
+            if need <= self.kv_blocks:  # Else it would wait for ever, and all others with it.
+                since = self._waiting[router_id].since if router_id in self._waiting else now
+                self._waiting[router_id] = Waiting(since, now, need)
             raise
         self._waiting.pop(router_id, None)
         lease = Lease(next(self._ids), router_id, session, num_prompt_tokens, max_tokens, blocks)

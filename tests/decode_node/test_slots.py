@@ -223,6 +223,16 @@ def test_who_comes_back_has_not_waited_meanwhile() -> None:
     assert node.ask("c")
 
 
+def test_who_asks_for_more_than_there_is_waits_for_nothing() -> None:
+    """It would never get it, and nobody else anything."""
+    node = Node(4, kv_blocks=10, b=11)
+    for _ in range(5):
+        node.now += 0.5
+        assert not node.ask("b")
+        assert node.ask("a")
+    assert node.held("a", "b") == (5, 0)
+
+
 def test_two_that_need_more_than_their_part_take_turns() -> None:
     node = Node(8, kv_blocks=10, a=7, b=7)
     assert node.ask("a")
