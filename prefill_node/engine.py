@@ -414,6 +414,9 @@ class VllmPrefillEngine:
             await base.unless_dead(self._llm.engine_core.add_request_async(request), self.on_death)
             return await done
         except asyncio.CancelledError:
+            # It may have ended just before. So its id counts as that of held KV until the worker says otherwise.
+            self._kept[request_id] = []
+            self._fresh.add(request_id)
             await asyncio.shield(self._llm.engine_core.abort_requests_async([request_id]))
             raise
         finally:

@@ -319,6 +319,25 @@ async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> 
     await engine.prefill(PromptRequest("r", [1], READER))
 
 
+async def test_the_id_of_a_cancelled_prompt_is_refused_until_the_engine_has_surely_forgotten_it(llm: Llm) -> None:
+    """The prompt may have ended just before. Then its KV is held until its release is heard."""
+    engine = make(VllmPrefillEngine, llm)
+    waiting = asyncio.ensure_future(engine.prefill(PromptRequest("r", [1], READER)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    llm.held = [["r"]]
+    for _ in range(3):
+        with pytest.raises(InvalidArgumentError, match="request_id = 'r': must be unique to one attempt"):
+            await asyncio.wait_for(engine.prefill(PromptRequest("r", [1], READER)), 1.0)
+        assert await engine.held_kv_blocks() == 0
+    assert len(llm.asked) == 1
+    llm.held = [[]]
+    await engine.held_kv_blocks()
+    assert not engine.holds("r")
+
+
 async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: Llm) -> None:
     """A prefill that has just ended is not known to the worker yet: it counts, the first time. An idle worker is left
     alone."""
