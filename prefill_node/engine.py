@@ -252,7 +252,8 @@ class VllmPrefillEngine:
             owners=owners,
             cached_tokens=cached_blocks * self.facts.block_size,
         )
-        if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
+        has_whole_block = len(token_ids) >= self.facts.block_size  # Only these are compared.
+        if given[CHECK_PARAM] and has_whole_block and (freedoms - {CACHED} or cached_blocks):
             await self._tell_checked(token_ids, handle, freedoms, params[STEPS_PARAM])
         return bound(handle), params[BEGAN_PARAM]
 

@@ -226,6 +226,17 @@ async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
     assert all("16 of the 90 tokens of 3 prompts beside 7 samples; 24 of the 4 tokens" in one.how for one in found)
 
 
+@pytest.mark.parametrize(("tokens", "is_told"), [(15, False), (16, True)])
+async def test_a_checked_prompt_without_a_whole_block_has_nothing_to_compare(
+    engine: Engine, llm: Llm, tokens: int, is_told: bool
+) -> None:
+    engine._check_fraction, engine.freedoms = 1.0, frozenset({Freedom.PACKED})
+    found: list[Computation] = []
+    engine.on_checked = found.append
+    await engine.prefill(PromptRequest("r", [5] * tokens, READER, "scope"))
+    assert (len(found), len(llm.calls)) == (is_told, is_told)
+
+
 async def test_a_prompt_is_computed_again_isolated_and_nothing_is_kept(engine: Engine, llm: Llm) -> None:
     engine.freedoms = frozenset({CACHED, Freedom.PACKED})
     assert await engine.recompute([5] * 20) == [[1100], [2100]]
