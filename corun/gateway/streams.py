@@ -12,7 +12,8 @@ from typing import Any
 from aiohttp import web
 
 MAX_BUFFERED = 32 * 1024
-"""The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB."""
+"""The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB, and lets it
+go on at 16 KiB."""
 
 
 PIECE = 16 * 1024
@@ -56,8 +57,8 @@ class EventStream:
     async def send(self, text: str) -> None:
         """Send events. Raises ConnectionError if the client is gone, or reads nothing for too long."""
         response, data = self._response or await self._begin(), text.encode()
-        transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() + len(data) > MAX_BUFFERED:
+        transport, is_stopped = self._request.transport, self._request.protocol.writing_paused
+        if transport is not None and (is_stopped or transport.get_write_buffer_size() + len(data) > MAX_BUFFERED):
             await self._in_time(response.write(data))
         else:
             await response.write(data)

@@ -114,7 +114,8 @@ class Client:
             self.taken.append(data)
 
         response.write = write
-        self.request: Any = SimpleNamespace(transport=self.transport)
+        self.protocol = SimpleNamespace(writing_paused=False)
+        self.request: Any = SimpleNamespace(transport=self.transport, protocol=self.protocol)
         monkeypatch.setattr(web, "StreamResponse", lambda **_: response)
 
 
@@ -142,6 +143,16 @@ async def test_a_client_that_takes_nothing_of_a_stream_is_dropped(monkeypatch: p
     client.transport.abort.assert_called_once()
     client.waits_s = 0.0
     await EventStream(client.request, 0.01).send("data: x\n\n")
+    client.transport.abort.assert_called_once()
+
+
+async def test_a_client_that_stops_to_take_after_some_of_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that a full buffer stopped goes on only once a quarter of it is left, which is less than what may be
+    buffered without a time limit."""
+    client = Client(monkeypatch, waits_s=3600.0)
+    client.transport.get_write_buffer_size.return_value, client.protocol.writing_paused = 20_000, True
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(EventStream(client.request, 0.01).send("data: x\n\n"), 5)
     client.transport.abort.assert_called_once()
 
 
