@@ -161,13 +161,15 @@ class _Run:
 
     async def _ask(self, client: AsyncClient, row: Any) -> Answer:
         """Return the answer to one row. An overloaded router is asked again."""
-        deadline = Deadline(self._batch.cluster.timeout_s)
+        timeout_s = self._batch.cluster.timeout_s
+        deadline = Deadline(timeout_s)
         while True:
             try:
-                return await self._answer(client, row, deadline.remaining_s)
+                return await self._answer(client, row, timeout_s)
             except OverloadedError as error:
-                delay = retry_delay_s(error, deadline)
-            await asyncio.sleep(delay)
+                await asyncio.sleep(retry_delay_s(error, deadline))
+                if not (timeout_s := deadline.remaining_s):
+                    raise
 
     async def _keep_contracts(self, client: AsyncClient, fingerprint: str) -> None:
         """Write the contracts of a fingerprint that this run has not met before. No error of that ends the

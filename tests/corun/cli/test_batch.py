@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corun.cli import batch
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
@@ -123,6 +124,18 @@ def test_an_overloaded_router_is_waited_for(corun: Any, fake: FakeRouter, tmp_pa
     fake.errors.append(OverloadedError("queue full", 0.1))
     assert corun("batch", write_rows(tmp_path / "in.jsonl", {"prompt": "a"}), "-o", output).code == 0
     assert len(fake.requests) == 2
+
+
+def test_a_prompt_without_time_for_another_try_is_not_called_refused(
+    corun: Any, fake: FakeRouter, tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a wait takes longer than it should, and there may be nothing left of the time then."""
+    monkeypatch.setattr(batch, "retry_delay_s", lambda error, deadline: deadline.remaining_s + 0.05)
+    fake.errors.append(OverloadedError("queue full", 0.1))
+    rows = write_rows(tmp_path / "in.jsonl", {"prompt": "a"})
+    done = corun("batch", rows, "-o", output, "--timeout-s", 0.5)
+    assert (done.code, "queue full" in done.err, "refused" in done.err) == (4, True, False), done.err
+    assert "1 left of 1 prompts; run the same command again" in done.err
 
 
 def test_a_seed_depends_on_the_row_not_on_the_order(corun: Any, tmp_path: Path) -> None:
