@@ -19,7 +19,7 @@ from corun.client.client import Client
 from corun.config.cluster_file import GATEWAY, NODES, ROLES, SIDES, ClusterSpec, PoolSpec
 from corun.config.extras import installed_engine
 from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
-from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
+from corun.errors import CorunError, DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
 from corun.launch.control import Control, ScaleStatus, in_words, noted
 from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order
@@ -357,10 +357,14 @@ class Cluster:
 
 
 def _ask(pool: _Pool) -> list[ClusterStatus]:
-    """Return the status from each router of a pool that answers."""
+    """Return the status from each router of a pool that answers.
+
+    Raises the error of a router that has one before the pool was ready: later, its nodes serve whatever it says here.
+    """
     found = []
+    passed_over = (CorunError,) if pool.is_ready else (UnavailableError, DeadlineError)
     for client in pool.clients:
-        with suppress(UnavailableError, DeadlineError):
+        with suppress(*passed_over):
             found.append(client.get_cluster(timeout_s=STATUS_TIMEOUT_S))
     return found
 

@@ -17,8 +17,15 @@ import pytest
 from corun import launch
 from corun.cli import parse
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
-from corun.errors import InvalidArgumentError, UnavailableError
-from corun.launch.cluster import Cluster, _Pool, failure, unsettled
+from corun.errors import (
+    CancelledByPeerError,
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from corun.launch.cluster import Cluster, _ask, _Pool, failure, unsettled
 from corun.launch.members import ProcessSpec, members
 from corun.launch.placement import on_joined
 from corun.launch.progress import PASSED, QUIET_S, Progress, next_steps, passed
@@ -224,6 +231,26 @@ def test_every_death_is_told(lives: list[ProcessStatus], expected: list[str], ca
     for status in lives:
         tested._tell_processes({PREFILL: status})
     assert told(capsys) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InternalError("internal error, id 1"), CancelledByPeerError("cancelled"), UnauthenticatedError("needs a token")],
+)
+def test_no_error_of_a_router_ends_a_cluster_that_was_ready(error: CorunError) -> None:
+    """The processes serve on. Before that, it may be a mistake that no wait will mend."""
+
+    def refuse(**_: float) -> None:
+        raise error
+
+    answering: Any = SimpleNamespace(get_cluster=lambda **_: "status")
+    refusing: Any = SimpleNamespace(get_cluster=refuse)
+    pool = cluster(spec())._pools["main"]
+    pool.clients = (refusing, answering)
+    with pytest.raises(type(error)):
+        _ask(pool)
+    pool.is_ready = True
+    assert _ask(pool) == ["status"]
 
 
 def test_what_a_node_does_is_told_until_it_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
