@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, Union, cast
 
 import tyro
@@ -112,6 +113,7 @@ def commands() -> dict[str, type[Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. `--help` and usage errors raise SystemExit, as in argparse."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Otherwise gRPC prints a line for every lost connection.
+    _open_streams()
     try:
         code: int = parse(sys.argv[1:] if argv is None else argv).run()
         sys.stdout.flush()
@@ -131,6 +133,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), USAGE)
     return code
+
+
+def _open_streams() -> None:
+    """Give this process the standard streams that were closed when it began. Python has None for them, and prints on
+    stdout what is meant for a stderr that is None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # It stays open.  # noqa: SIM115
 
 
 def parse(argv: Sequence[str]) -> Any:

@@ -209,6 +209,20 @@ def test_commands_say_how_urgent_they_are(corun: Any, fake: FakeRouter, tmp_path
     assert [request.priority for request in fake.requests] == [1, 2, 3, 2]
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_process_may_begin_without_streams(closed: str, fake: FakeRouter) -> None:
+    """Some daemons do, and Python has none then."""
+    for router, code in ((fake.address, 0), ("nowhere", 2)):
+        line = f'exec "$0" -m corun generate x --router {router} {closed}'
+        assert subprocess.run(["sh", "-c", line, sys.executable], check=False).returncode == code
+
+
+def test_what_is_meant_for_a_closed_stderr_is_not_printed_on_stdout() -> None:
+    line = ["sh", "-c", 'exec "$0" -m corun status --router nowhere 2>&-', sys.executable]
+    done = subprocess.run(line, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
 def test_a_model_cannot_command_the_terminal() -> None:
     assert for_terminal("ok\tü\n\x1b[2J\x07") == "ok\tü\n\\x1b[2J\\x07"
 
