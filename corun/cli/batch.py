@@ -177,7 +177,7 @@ class _Run:
         if fingerprint in self._fingerprints:
             return
         self._fingerprints.add(fingerprint)
-        with suppress(CorunError, OSError):
+        with suppress(CorunError, OSError, ValueError):  # A ValueError is that of a file that is no UTF-8.
             status = await client.get_cluster()
             path = contracts_beside(self._batch.output)
             known = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -84,6 +84,13 @@ def test_a_second_run_goes_on(corun: Any, fake: FakeRouter, six: Path, output: P
     assert not fake.requests
 
 
+def test_no_file_of_contracts_ends_a_batch(corun: Any, six: Path, output: Path) -> None:
+    contracts = output.with_suffix(".contracts.jsonl")
+    contracts.write_bytes(b"\xff\n")
+    assert corun("batch", six, "-o", output).code == 0
+    assert (len(read_rows(output)), contracts.read_bytes()) == (6, b"\xff\n")
+
+
 def test_a_pipe_is_refused(corun: Any, six: Path, output: Path, tmp_path: Path) -> None:
     """An input is read twice, and an output before it is written: prompts would be lost, or waited for without end."""
     os.mkfifo(pipe := tmp_path / "pipe")
