@@ -130,13 +130,13 @@ def of_file(path: Path, fingerprint: str = "") -> Contracts:
     Raises InvalidArgumentError if the file is not such output or holds no contract.
     """
     contracts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            values = json.loads(line)
+            values = json.loads(line.decode())
             state, contract = NodeState(values["state"]), Contract.from_json(json.dumps(values["contract"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             limit = "must be the output of corun fingerprint --json"
-            raise InvalidArgumentError(f"{path}:{number}", line, limit) from None
+            raise InvalidArgumentError(f"{path}:{number}", line.decode(errors="replace"), limit) from None
         if state is not NodeState.REFUSED and fingerprint in ("", values.get("fingerprint")):
             contracts.append(contract)
     if not contracts:

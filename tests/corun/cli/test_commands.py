@@ -427,6 +427,13 @@ def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeRouter, tmp
     assert corun("fingerprint", "--diff", bad, "cluster").code == 2
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[" * 100_000, b'{"state": "ready"}\n\xff'])
+def test_fingerprint_diff_of_a_file_that_is_none(corun: Any, tmp_path: Path, content: bytes) -> None:
+    (file := tmp_path / "bad").write_bytes(content)
+    done = corun("fingerprint", "--diff", file, "cluster")
+    assert (done.code, "must be the output of corun fingerprint --json" in done.err) == (2, True)
+
+
 def test_fingerprint_diff_of_nodes_and_refused_ones(corun: Any, fake: FakeRouter, tmp_path: Path) -> None:
     prefill, decode = fake.status.nodes
     ref = replace(decode.node.ref, node_id="decode-1")
