@@ -160,6 +160,6 @@ class Conversation:
 def _seed(word: str) -> int | None:
     if not word:
         return None
-    if not (word.isascii() and word.isdigit() and int(word) < 2**63):
+    if not (word.isascii() and word.isdigit() and len(word) < 20 and int(word) < 2**63):
         raise InvalidArgumentError("seed", word, "must be in [0, 2^63)")
     return int(word)

@@ -243,7 +243,8 @@ def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
     for word in words:
         name, _, number = word.partition("=")
         pool, _, role = name.rpartition(".")
-        if role not in ROLES or not (number.isascii() and number.removeprefix("-").isdigit()):
+        is_number = number.isascii() and number.removeprefix("-").isdigit() and len(number) < 20
+        if role not in ROLES or not is_number:
             raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(NODES)}")
         check_replicas(role, int(number), name)
         pools.add(pool)

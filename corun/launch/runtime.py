@@ -155,7 +155,7 @@ def _check_listens(address: str) -> None:
         return  # It is auto or local, or of a form that Ray knows.
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # Python also refuses endless numbers, and some names.
         raise UnavailableError(f"nothing listens at {address}: {error}") from error
 
 

@@ -145,6 +145,7 @@ def test_a_real_ctrl_c_ends_the_answer_and_not_the_chat(chat_model: str) -> None
     [
         (["/seed -1"], FLAGS, "seed = '-1': must be in [0, 2^63)"),
         (["/seed 9223372036854775808"], FLAGS, "must be in [0, 2^63)"),
+        (["/seed " + "9" * 5000], FLAGS, "must be in [0, 2^63)"),
         (["/sed 3"], FLAGS, "command = '/sed': must be /seed, /receipt, /new, /help or /quit"),
         (["/quit"], (*FLAGS, "--n", "2"), "n = 2: must be 1 in a chat"),
         (["One " * 5000], FLAGS, "prompt.text"),

@@ -200,6 +200,7 @@ def test_counts() -> None:
         ((), "must name a role"),
         (("prefill",), r"counts = 'prefill': must be \[POOL.\]ROLE=N"),
         (("prefill=many",), "must be"),
+        (("prefill=" + "9" * 5000,), "must be"),  # Python reads no endless numbers.
         (("gateway=1",), "with a role of prefill, decode, colocated"),
         (("a.decode=-1",), "a.decode = -1: must be at least 0"),
         (("a.router=0",), "a.router = 0: must be at least 1"),

@@ -211,7 +211,7 @@ def test_another_ray_in_the_environment_is_not_joined(monkeypatch: pytest.Monkey
     assert addresses == ["local", "auto", there]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "127.0.0.1:" + "9" * 5000, "a..b:1"])
 def test_where_nothing_listens_nobody_waits_for_ray(address: str, ray: Ray) -> None:
     """Ray itself tries for longer than ten minutes, whatever --timeout-s says."""
     with pytest.raises(UnavailableError, match=f"nothing listens at {address}: "):
