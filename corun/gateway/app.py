@@ -114,8 +114,9 @@ class Gateway:
                 reuse_port=config.reuse_port or None,
                 backlog=1024,
             )
-        except OSError as error:
-            limit = f"cannot be listened on at {config.host}: {error.strerror or error}"
+        except (OSError, UnicodeError) as error:  # A host may be one that cannot be a name.
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            limit = f"cannot be listened on at {config.host}: {reason}"
             raise InvalidArgumentError("port", config.port, limit) from error
         log.info("the gateway listens on %s and calls %s", self.url, config.router)
 

@@ -160,7 +160,7 @@ def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int
                     kept = held.enter_context(bound(host, first + index))
                     first = first or kept.getsockname()[1]
                 atexit.register(held.pop_all().close)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError) as error:  # A host may be one that cannot be a name.
             if not tries_left:
                 reason = error.strerror if isinstance(error, OSError) else error
                 limit = f"cannot be listened on at {host}: {reason}; choose another one, or 0 for any"

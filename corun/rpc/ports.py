@@ -15,13 +15,14 @@ import socket
 def bound(host: str, port: int = 0) -> socket.socket:
     """Return a socket that keeps the port, or any free one for 0, until it is closed.
 
-    Raises OSError if a server listens there, and OverflowError if the number is no port's.
+    Raises OSError if a server listens there, OverflowError if the number is no port's, and TypeError if the host cannot
+    be a name.
     """
     kept = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind((host, port))
-    except (OSError, OverflowError):
+    except (OSError, OverflowError, TypeError):
         kept.close()
         raise
     return kept

@@ -15,6 +15,7 @@ import pytest
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway import clients as gateway_clients
 from corun.gateway.answers import merged
+from corun.gateway.app import Gateway
 from corun.gateway.clients import Clients
 from corun.gateway.config import GatewayConfig
 from corun.gateway.streams import EventStream
@@ -159,6 +160,13 @@ async def test_a_port_is_shared_only_if_that_is_wanted(model: str) -> None:
         assert told.startswith(b"corun: port = ")
         async with serving(fake, port=sharing.gateway.port, reuse_port=True):
             pass
+
+
+async def test_a_host_that_is_no_name_is_refused() -> None:
+    gateway = Gateway(GatewayConfig(host="a..b", port=0, insecure=True))
+    with pytest.raises(InvalidArgumentError, match=r"^port = 0: cannot be listened on at a\.\.b: "):
+        await gateway.start()
+    await gateway.stop()
 
 
 async def test_a_connection_that_says_nothing_is_closed(model: str) -> None:

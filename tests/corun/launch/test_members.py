@@ -183,6 +183,8 @@ def test_taken_ports_are_refused_and_free_ones_found_for_every_router() -> None:
         for first, count in ((port, 1), (port - 1, 2)):
             with pytest.raises(InvalidArgumentError, match=f"port = {first}: cannot be .*; choose another one"):
                 free_ports("127.0.0.1", first, count)
+    with pytest.raises(InvalidArgumentError, match=r"port = 0: cannot be listened on at ä\.\.b: "):
+        free_ports("ä..b", 0)
     pool = PoolSpec(common={"model": "m"}, router={"port": 0}, replicas={"router": 3})
     found = with_free_ports(ClusterSpec(pools=(pool,))).pool()
     first = found.config("router").port
