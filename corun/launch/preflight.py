@@ -131,7 +131,8 @@ def _gpu_memories() -> Iterator[int]:
     wanted = None if visible is None else {one.strip() for one in visible.split(",")}
     for index, uuid, memory in smi("--query-gpu=index,uuid,memory.total"):
         if wanted is None or {index, uuid} & wanted:
-            yield int(memory) * MIB
+            # A GPU that shares the machine's memory has no number here.
+            yield int(memory) * MIB if memory.isdecimal() else _free_memory()
 
 
 def _free(path: str) -> int:
@@ -187,9 +188,10 @@ def _of_directory(path: Path) -> Weights:
     )
     if not size:
         raise UnavailableError(f"there are no weights in {path}")
-    config = {}
-    with suppress(OSError, ValueError):
+    config = None
+    with suppress(OSError, ValueError, RecursionError):
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = config if isinstance(config, dict) else {}
     return Weights(size=size, stored_as=str(config.get("torch_dtype") or config.get("dtype") or ""))
 
 

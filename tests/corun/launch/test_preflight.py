@@ -163,6 +163,17 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.Mon
         assert [gpu // MIB for gpu in preflight.here().gpus] == memory
 
 
+def test_a_gpu_without_memory_of_its_own_has_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi tells none of a GPU that shares the machine's, as a GB10 does."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-a, [N/A]'\n")
+    smi.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "_free_memory", lambda: 7 * MIB)
+    assert preflight.here().gpus == (7 * MIB,)
+
+
 def test_a_directory_is_weighed(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no weights"):
         weights(str(tmp_path))
@@ -170,6 +181,9 @@ def test_a_directory_is_weighed(tmp_path: Path) -> None:
         (tmp_path / f"model-{number}.safetensors").write_bytes(b"x" * 1000)
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
     assert weights(str(tmp_path)) == Weights(size=2000, stored_as="bfloat16")
+    for config in ("[]", "[" * 100_000):
+        (tmp_path / "config.json").write_text(config)
+        assert weights(str(tmp_path)) == Weights(size=2000)
 
 
 def test_a_model_of_the_hub_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
