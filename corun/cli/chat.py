@@ -17,7 +17,7 @@ from corun.cli.own_cluster import own_cluster
 from corun.client.client import Client
 from corun.completion import Assembler, Generation
 from corun.config.extras import load
-from corun.errors import CorunError, InvalidArgumentError
+from corun.errors import CorunError, InvalidArgumentError, Shown
 from corun.models import SMOLLM2
 from corun.params import SamplingParams
 
@@ -106,12 +106,12 @@ class Conversation:
             print("/help lists what may be typed.")
         while True:
             try:
-                line = input("> " if self._is_tty else "").strip()
-            except (EOFError, KeyboardInterrupt):
-                if self._is_tty:
-                    print()
-                return
-            try:
+                try:
+                    line = self._typed()
+                except (EOFError, KeyboardInterrupt):
+                    if self._is_tty:
+                        print()
+                    return
                 if line == "/quit":
                     return
                 if line.startswith("/"):
@@ -122,6 +122,14 @@ class Conversation:
                 if not self._is_tty:
                     raise
                 print(f"corun: {error}", file=sys.stderr)
+
+    def _typed(self) -> str:
+        """Return the next line. Raises InvalidArgumentError if its bytes are no text."""
+        try:
+            return input("> " if self._is_tty else "").strip()
+        except UnicodeDecodeError as error:
+            found = Shown(f"{len(error.object)} bytes")
+            raise InvalidArgumentError("line", found, f"must be text in {error.encoding}") from None
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")

@@ -159,6 +159,13 @@ async def test_bad_input_is_named(
     assert (code, said in err) == (2, True), err
 
 
+async def test_a_line_that_is_no_text_is_refused(talk: Any, chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    async with cluster(chat_model) as fake:
+        code, _, err = await talk(fake)
+    assert (code, "line = 2 bytes: must be text in utf-8" in err) == (2, True), err
+
+
 async def test_in_a_terminal_an_error_does_not_end_the_chat(
     talk: Any, chat_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
