@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from corun.client.client import AsyncClient
-from corun.errors import DeadlineError, UnavailableError
+from corun.errors import CancelledByPeerError, DeadlineError, OverloadedError, UnavailableError
 from corun.observe.rates import History, Look, tokens
 from corun.types import ClusterStatus, NodeRole
 
@@ -53,7 +53,7 @@ class Watched:
             status = await client.get_cluster(clients=self._clients, contracts=False, timeout_s=ASK_TIMEOUT_S)
             self.take(status)
             self._trouble = ""
-        except (UnavailableError, DeadlineError) as error:
+        except (UnavailableError, OverloadedError, DeadlineError, CancelledByPeerError) as error:
             self._trouble = str(error)
 
     @property

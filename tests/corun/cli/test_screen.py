@@ -9,11 +9,14 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corun.cli import main
+from corun.cli.watching import Watched
+from corun.errors import CancelledByPeerError, CorunError, DeadlineError, OverloadedError
 from corun.types import ClientStatus, ClusterStatus, NodeState
 from tests.corun.cli.conftest import PROMPT, write_rows
 from tests.corun.cli.terminal import Terminal
@@ -124,6 +127,20 @@ def test_sigterm_leaves_the_terminal_as_it_was(fake: FakeRouter) -> None:
         assert terminal.ended() == 143
         assert terminal.modes() == terminal.before
         assert terminal.written.endswith(LEFT)
+
+
+async def test_a_router_that_answers_no_more_is_waited_for() -> None:
+    """One that is overloaded, or that ends its calls because it stops, answers again."""
+    errors: list[CorunError] = [OverloadedError("busy", 1.0), CancelledByPeerError("stopping"), DeadlineError("late")]
+
+    async def refuse(**_: Any) -> ClusterStatus:
+        raise errors[0]
+
+    watched = Watched(FakeRouter().status)
+    client: Any = SimpleNamespace(get_cluster=refuse)
+    while errors:
+        await watched.ask(client)
+        assert watched.trouble.endswith(str(errors.pop(0)))
 
 
 @pytest.mark.parametrize("command", ["top", "status --watch 0.2"])
