@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -113,7 +114,7 @@ def commands() -> dict[str, type[Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. `--help` and usage errors raise SystemExit, as in argparse."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Otherwise gRPC prints a line for every lost connection.
-    _open_streams()
+    _prepare_streams()
     try:
         code: int = parse(sys.argv[1:] if argv is None else argv).run()
         sys.stdout.flush()
@@ -135,12 +136,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _open_streams() -> None:
+def _prepare_streams() -> None:
     """Give this process the standard streams that were closed when it began. Python has None for them, and prints on
-    stdout what is meant for a stderr that is None."""
+    stdout what is meant for a stderr that is None.
+
+    What stdout cannot write, as half a surrogate pair or a character that its encoding lacks, is written as an escape.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # It stays open.  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def parse(argv: Sequence[str]) -> Any:

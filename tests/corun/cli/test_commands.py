@@ -376,6 +376,13 @@ def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert (process.returncode, err, "###" + "." * 61 in out) == (0, "", True)
 
 
+def test_what_a_stdout_cannot_write_is_written_as_an_escape(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with start("generate", "日本", "--json") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err, '"prompt": "\\u65e5\\u672c"' in out) == (0, "", True)
+
+
 def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     nodes = [
         replace(

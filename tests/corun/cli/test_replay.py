@@ -32,6 +32,16 @@ def results(corun: Any, tmp_path: Path) -> Path:
     return tmp_path / "before.jsonl"
 
 
+def test_an_id_may_be_no_unicode(corun: Any, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**row, "id": "\ud800"} for row in read_rows(results) if row["id"] != "many"]
+    first, second = (write_rows(tmp_path / f"{n}.jsonl", rows[n]) for n in (0, 1))
+    assert corun("replay", first).out.startswith("\\ud800: BIT-EXACT")
+    assert corun("replay", first, "--json").out.startswith('{"id": "\\ud800", "match": true')
+    for flags in ((), ("--json",)):
+        assert main(["diff", str(first), str(second), *flags]) == 3
+        assert "\\ud800" in capsys.readouterr().out
+
+
 @pytest.fixture
 def again(corun: Any, tmp_path: Path, results: Path) -> Callable[[], Path]:
     """A function that runs the same prompts once more."""
