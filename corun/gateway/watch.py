@@ -144,15 +144,19 @@ class Watch:
 
     def _source(self, token: str) -> _Source:
         source = self._sources.get(token)
-        if source is None:
+        if source is None or source.task.done():  # A task is forgotten a turn of the loop after it is done.
             if self._ended is not None:
                 raise self._ended
             if len(self._sources) >= MAX_TOKENS:
                 raise OverloadedError(f"{len(self._sources)} different tokens watch the cluster", RETRY_S)
             source = self._sources[token] = _Source(token, self._clients)
-            source.task.add_done_callback(lambda _: self._sources.pop(token, None))
+            source.task.add_done_callback(lambda _: self._forget(token))
         source.looked_at = time.monotonic()
         return source
+
+    def _forget(self, token: str) -> None:
+        if (source := self._sources.get(token)) is not None and source.task.done():
+            del self._sources[token]
 
     @contextmanager
     def _counted(self, token: str) -> Iterator[None]:

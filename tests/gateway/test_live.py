@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from corun.client.client import AsyncClient
-from corun.errors import OverloadedError
+from corun.errors import OverloadedError, UnavailableError
 from corun.gateway import watch
 from corun.gateway.app import Gateway
 from corun.gateway.config import GatewayConfig
@@ -251,6 +251,35 @@ async def test_there_is_a_limit_to_who_watches(model: str, monkeypatch: pytest.M
         status, answer = await http.get("/live")
         assert status == 429
         assert "2 of 2 watch" in answer["error"]["message"]
+
+
+async def test_who_looks_in_the_moment_in_which_questions_end_starts_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A task is done a turn of the loop before it is forgotten."""
+    monkeypatch.setattr(watch, "LINGER_S", 0.02)
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.05)
+
+    class Silent:
+        def lease(self, token: str) -> Any:
+            raise UnavailableError("no router answers")
+
+    watched = watch.Watch(Silent())  # type: ignore[arg-type]
+    views = watched.events("")
+    await anext(views)
+    (source,) = watched._sources.values()
+
+    async def look_again() -> None:
+        while not source.task.done():  # noqa: ASYNC110 - An event would be told a turn later.
+            await asyncio.sleep(0)
+        assert list(watched._sources.values()) == [source]
+        await anext(views)
+
+    await asyncio.wait_for(look_again(), WAIT_S)
+    assert len(watched._sources) == 1
+    watched.end(UnavailableError("the end"))
+    with pytest.raises(UnavailableError, match="the end"):
+        await anext(views)
 
 
 async def test_a_gateway_that_ends_says_so(model: str) -> None:
