@@ -14,6 +14,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -282,7 +283,7 @@ class AsyncClient:
             token_texts=token_texts,
         )
         deadline = self._deadline(timeout_s)
-        return checked_scores(request, await self._answer("Score", request, deadline))
+        return checked_scores(request, await self._answer("Score", request, deadline, codec.scores_from_proto))
 
     async def get_cluster(
         self, *, samples: bool = False, contracts: bool = True, clients: bool = False, timeout_s: float | None = None
@@ -309,7 +310,7 @@ class AsyncClient:
                 print(node.node.ref.node_id, node.state.value)
         """
         request = pb.GetClusterRequest(with_samples=samples, without_contracts=not contracts, with_clients=clients)
-        return codec.cluster_status_from_proto(await self._ask("GetCluster", request, timeout_s))
+        return await self._ask("GetCluster", request, timeout_s, codec.cluster_status_from_proto)
 
     async def get_chat_template(self, *, timeout_s: float | None = None) -> TemplateSource:
         """Return the chat template that the model brings. `corun.chat.ChatTemplate` renders chats with it.
@@ -326,7 +327,7 @@ class AsyncClient:
             text = template.render([{"role": "user", "content": "Hello"}])
             prompt = (await client.tokenize(text, add_special_tokens=False)).token_ids
         """
-        return codec.template_from_proto(await self._ask("GetChatTemplate", pb.GetChatTemplateRequest(), timeout_s))
+        return await self._ask("GetChatTemplate", pb.GetChatTemplateRequest(), timeout_s, codec.template_from_proto)
 
     async def tokenize(
         self,
@@ -356,7 +357,7 @@ class AsyncClient:
             without_special_tokens=not add_special_tokens,
             with_spellings=with_spellings,
         )
-        return codec.tokens_from_proto(await self._ask("Tokenize", request, timeout_s))
+        return await self._ask("Tokenize", request, timeout_s, codec.tokens_from_proto)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         """Return the text of token ids, special tokens included.
@@ -374,7 +375,7 @@ class AsyncClient:
         """
         ids = check_token_ids(token_ids, None, "token_ids")
         request = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
-        return str((await self._ask("Detokenize", request, timeout_s)).text)
+        return await self._ask("Detokenize", request, timeout_s, attrgetter("text"))
 
     def verify(
         self,
@@ -408,18 +409,18 @@ class AsyncClient:
         request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._deadline(timeout_s))
 
-    async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        """Return a router's one answer to a request that needs no node."""
+    async def _ask(self, method: str, request: Any, timeout_s: float | None, read: Callable[[Any], T]) -> T:
+        """Return what `read` makes of a router's one answer to a request that needs no node."""
         deadline = self._deadline(min(self._timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
-        return await self._answer(method, request, deadline)
+        return await self._answer(method, request, deadline, read)
 
-    async def _answer(self, method: str, request: Any, deadline: Deadline) -> Any:
+    async def _answer(self, method: str, request: Any, deadline: Deadline, read: Callable[[Any], T]) -> T:
         router = await self._reach(deadline)
         try:
             with self._routers.told():
                 ask = getattr(router.stub, method)
                 call = ask(request, timeout=deadline.remaining_s, metadata=of_caller())
-                return await self._routers.track(call)
+                return codec.read_answer(read, await self._routers.track(call))
         except grpc.RpcError as error:
             raise self._routers.failed(router, error) from error
 
@@ -464,7 +465,7 @@ class AsyncClient:
         try:
             with self._routers.told():
                 async for response in self._routers.track(call):
-                    yield codec.verify_result_from_proto(response)
+                    yield codec.read_answer(codec.verify_result_from_proto, response)
         except grpc.RpcError as error:
             raise self._routers.failed(router, error) from error
         finally:
@@ -567,7 +568,8 @@ class Client:
         CancelledByPeerError: the client was closed, or the other side ended the call.
         ContractMismatchError: a resumed request would go on under another contract than it began under.
         DataLossError: what was received differs from its receipt, or from what was received before.
-        InternalError: the router has a bug; the message has an id to look up in its log.
+        InternalError: the router has a bug; the message has an id to look up in its log. Or its answer cannot be read:
+            it may be of a later version than this client.
 
     Example:
         with Client("localhost:50051") as client:

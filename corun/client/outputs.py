@@ -19,6 +19,7 @@ import grpc
 from corun.client.routers import Deadline, closed
 from corun.errors import CorunError, DeadlineError
 from corun.observe.trace_context import Metadata
+from corun.rpc import codec
 from corun.v1 import cluster_service_pb2 as pb
 
 ROTATE_S = 600.0
@@ -122,21 +123,25 @@ class _Stream(Generic[T]):
     def takes_requests(self) -> bool:
         return not self.reading.done() and not self.is_refused and time.monotonic() < self._old_at
 
+    def _take(self, message: pb.StreamOutputsResponse) -> None:
+        """Hand out what one message brings."""
+        if not self.stream_id.done():
+            self.stream_id.set_result(message.stream_id)
+        for response in message.responses:
+            inbox = self.inboxes.get(response.call_number)
+            if inbox is not None:  # Nobody waits for the rest of a request that was left.
+                inbox.items.append(self._read(response))
+                inbox.arrived.set()
+        for number in message.ended:
+            if (inbox := self.inboxes.get(number)) is not None:
+                inbox.has_ended = True
+                inbox.arrived.set()
+
     async def _run(self) -> None:
         """Hand out what comes, until the stream ends."""
         try:
             async for message in self._call:
-                if not self.stream_id.done():
-                    self.stream_id.set_result(message.stream_id)
-                for response in message.responses:
-                    inbox = self.inboxes.get(response.call_number)
-                    if inbox is not None:  # Nobody waits for the rest of a request that was left.
-                        inbox.items.append(self._read(response))
-                        inbox.arrived.set()
-                for number in message.ended:
-                    if (inbox := self.inboxes.get(number)) is not None:
-                        inbox.has_ended = True
-                        inbox.arrived.set()
+                codec.read_answer(self._take, message)
         except (grpc.RpcError, CorunError) as error:
             self.error = error.with_traceback(None)
         except asyncio.CancelledError:

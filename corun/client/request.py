@@ -186,10 +186,9 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
     )
 
 
-def checked_scores(request: pb.ScoreRequest, response: pb.ScoreResponse) -> Scores:
+def checked_scores(request: pb.ScoreRequest, found: Scores) -> Scores:
     """Return the scores of an answer. Raises DataLossError unless they are of these tokens, with the bits that the
     router computed the digests of."""
-    found = codec.scores_from_proto(response)
     if len(found.scores) != len(request.continuations):
         raise DataLossError(f"{len(found.scores)} scores came for {len(request.continuations)} continuations")
     if request.prompt.WhichOneof("value") == "token_ids" and found.prompt_token_ids != (*request.prompt.token_ids.ids,):

@@ -23,6 +23,7 @@ from corun.errors import (
     ContractMismatchError,
     CorunError,
     DataLossError,
+    InternalError,
     InvalidArgumentError,
     NotFoundError,
     UnauthenticatedError,
@@ -234,6 +235,8 @@ class NodeAgent:
             await self._beat(stub, router, info, answer.heartbeat_interval_ms / 1000)
         except grpc.RpcError as failure:
             self._complain(router, from_rpc_error(failure))
+        except InternalError as error:  # Something else may answer where the router was.
+            self._complain(router, error)
         finally:
             self._heard.pop(router.address, None)
         # One failed heartbeat may be a network fault. A router is gone only if it also takes no new registration.
@@ -242,7 +245,7 @@ class NodeAgent:
     async def _register(self, stub: RegistryServiceStub, router: RouterAddress, info: NodeInfo) -> Any:
         """Register with one router and return its answer."""
         request = pb.RegisterRequest(node=codec.node_info_to_proto(info))
-        answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
+        answer = codec.readable(await stub.Register(request, timeout=CALL_TIMEOUT_S))
         if not answer.quarantined:
             log.info("registered with router %s at %s", answer.router_id, router)
             self._said.pop(router.address, None)
@@ -262,7 +265,7 @@ class NodeAgent:
                 told.cancel()
                 news, told = self._news, asyncio.ensure_future(self._told.wait())
                 request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining, stuck=self.stuck)
-                answer = await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
+                answer = codec.readable(await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S))
                 self._heard[router.address] = news
                 self._note_quarantine(router, answer.quarantined)
                 if info is not self.info:

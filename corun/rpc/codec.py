@@ -21,7 +21,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from corun.completion import Prompt, Score, Scores
-from corun.errors import InvalidArgumentError, Shown, renaming
+from corun.errors import InternalError, InvalidArgumentError, Shown, renaming
 from corun.params import (
     CONSTRAINTS,
     MAX_KEPT,
@@ -275,6 +275,25 @@ receipt_to_proto, receipt_from_proto = _mirror(Receipt, types_pb2.Receipt)
 resume_point_to_proto, resume_point_from_proto = _mirror(ResumePoint, cluster_pb2.ResumePoint)
 verify_case_to_proto, verify_case_from_proto = _mirror(VerifyCase, cluster_pb2.VerifyCase)
 verify_result_to_proto, verify_result_from_proto = _mirror(VerifyResult, cluster_pb2.VerifyResponse)
+
+
+def readable(answer: M | None) -> M:
+    """Return a server's answer. Raises InternalError if it is no message of its kind: gRPC then gives None."""
+    if answer is None:
+        raise InternalError("the answer cannot be read")
+    return answer
+
+
+def read_answer(read: Callable[[Any], V], answer: Message | None) -> V:
+    """Return what `read` makes of a server's answer.
+
+    Raises InternalError if it cannot be read, also for a value that is unknown here, such as one of a later version: no
+    argument of the caller is wrong.
+    """
+    try:
+        return read(readable(answer))
+    except InvalidArgumentError as error:
+        raise InternalError(f"the answer cannot be read: {error}") from error
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:

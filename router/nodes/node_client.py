@@ -520,7 +520,7 @@ class DecodeClient(NodeClient):
         """Call `Reserve`. Give the node up if the call ends without an answer of it: it may have granted a lease, and
         nobody knows the lease's id. The step stream may stand nevertheless, on an older connection."""
         try:
-            response: decode_pb2.ReserveResponse = _readable(await self._stub.Reserve(request, **options))
+            response: decode_pb2.ReserveResponse = codec.readable(await self._stub.Reserve(request, **options))
             return response
         except InternalError as error:
             self._give_up(f"it has not answered a reservation: {error}")
@@ -571,7 +571,7 @@ class DecodeClient(NodeClient):
         reason, expected = "its step stream ended", 0
         try:
             async for answer in self._stub.StreamSteps(request):
-                message: decode_pb2.StreamStepsResponse = _readable(answer)
+                message: decode_pb2.StreamStepsResponse = codec.readable(answer)
                 if message.step != expected:
                     raise DataLossError(f"message {message.step} came instead of {expected}")
                 expected += 1
@@ -628,16 +628,9 @@ def _alternatives(message: decode_pb2.StreamStepsResponse) -> list[Alternatives]
 
 async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:
     try:
-        return _readable(await method(request, timeout=max(timeout_s, 0), metadata=metadata))
+        return codec.readable(await method(request, timeout=max(timeout_s, 0), metadata=metadata))
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
-
-
-def _readable(response: Any) -> Any:
-    """Return a node's answer. Raises InternalError if it is no message of its kind: gRPC then answers with None."""
-    if response is None:
-        raise InternalError("the answer cannot be read")
-    return response
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

@@ -8,10 +8,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
 import corun
@@ -23,6 +24,7 @@ from corun import (
     DataLossError,
     DeadlineError,
     FinishReason,
+    InternalError,
     InvalidArgumentError,
     SamplingParams,
     UnavailableError,
@@ -32,6 +34,7 @@ from corun.receipt import output_digest
 from corun.records.verification import VerifyCase
 from corun.rpc import codec
 from corun.types import Priority
+from corun.v1 import cluster_service_pb2 as pb
 from tests.corun.fake_router import WAIT_S, FakeRouter, make_receipt, sample_output, text_of
 
 PROMPT = "Once upon a time"
@@ -250,6 +253,64 @@ def test_wrong_answers_of_a_router_are_refused(client: Client, fake: FakeRouter)
     fake.errors.append(UnavailableError("no decode node has joined"))
     with pytest.raises(UnavailableError, match=rf"router {fake.address}: no decode node has joined"):
         client.generate(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("method", "answers"),
+    [
+        ("GetCluster", [b"\xff"]),  # These bytes are no message.
+        ("GetCluster", [pb.GetClusterResponse(nodes=[pb.NodeStatus(state=99)])]),  # type: ignore[arg-type]
+        ("Verify", [b"\xff"]),
+        ("Verify", [pb.VerifyResponse(condition=99)]),  # type: ignore[arg-type]
+        ("StreamOutputs", [b"\xff"]),
+        ("StreamOutputs", [pb.StreamOutputsResponse(stream_id="s"), b"\xff"]),
+        (
+            "StreamOutputs",
+            [
+                pb.StreamOutputsResponse(stream_id="s"),
+                pb.StreamOutputsResponse(responses=[pb.GenerateResponse(call_number=1, finish_reason=99)]),  # type: ignore[arg-type]
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_an_answer_that_cannot_be_read_is_no_fault_of_the_caller(method: str, answers: list[Any]) -> None:
+    """A router of a later version may know more states and reasons than its client."""
+    data = [each if isinstance(each, bytes) else each.SerializeToString() for each in answers]
+    asked = threading.Event()
+
+    def stream(request: Any, context: Any) -> Iterator[bytes]:
+        for number, each in enumerate(data):
+            assert not number or asked.wait(WAIT_S)
+            yield each
+
+    def generate(request: Any, context: Any) -> Iterator[bytes]:
+        asked.set()
+        yield from ()
+
+    calls = {
+        "GetCluster": grpc.unary_unary_rpc_method_handler(lambda request, context: data[0]),
+        "Verify": grpc.unary_stream_rpc_method_handler(stream),
+        "StreamOutputs": grpc.unary_stream_rpc_method_handler(stream),
+        "Generate": grpc.unary_stream_rpc_method_handler(generate),
+    }
+    server = grpc.server(ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("corun.v1.ClusterService", calls),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    ask: dict[str, Callable[[Client], object]] = {
+        "GetCluster": Client.get_cluster,
+        "Verify": lambda client: list(client.verify([])),
+        "StreamOutputs": lambda client: client.generate(PROMPT),
+    }
+    try:
+        with (
+            Client(f"127.0.0.1:{port}", timeout_s=WAIT_S) as client,
+            pytest.raises(InternalError, match="the answer cannot be read"),
+        ):
+            ask[method](client)
+    finally:
+        server.stop(None)
 
 
 def test_every_call_says_how_urgent_it_is(client: Client, fake: FakeRouter) -> None:

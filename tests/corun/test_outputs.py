@@ -11,7 +11,7 @@ import pytest
 
 from corun.client.outputs import Outputs, _until
 from corun.client.routers import Deadline
-from corun.errors import CancelledByPeerError, DeadlineError, InvalidArgumentError
+from corun.errors import CancelledByPeerError, DeadlineError, InternalError, InvalidArgumentError
 from corun.v1 import cluster_service_pb2 as pb
 from tests.answers import put_forward, settle
 
@@ -190,7 +190,7 @@ async def test_a_response_that_cannot_be_read_is_an_error_and_is_not_asked_for_a
     await settle()
     assert router.streams[0].is_cancelled
     router.calls[0].end(Code.UNAVAILABLE)  # As routers end the calls of a stream that is gone.
-    with pytest.raises(InvalidArgumentError, match="finish_reason"):
+    with pytest.raises(InternalError, match="the answer cannot be read: finish_reason"):
         await one
 
 

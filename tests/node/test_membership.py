@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from corun.rpc import codec
 from corun.rpc.auth import Gate
 from corun.rpc.channel import OPEN, Access
 from corun.types import FreedomStatus, NodeLoad
+from corun.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.answers import until
 from tests.node.scripted_router import DEADLINE_S, INFO, Names, Router, serving
 from tests.secrets import Secrets
@@ -199,6 +201,34 @@ async def test_a_failed_heartbeat_leads_to_a_new_registration(failure: CorunErro
         router.refuse_beat = None
         await more_beats(router)
     assert set(router.registered) == {INFO}
+
+
+async def test_an_answer_that_cannot_be_read_ends_no_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another program may answer at an address where a router was. The node serves its other routers."""
+    made: Any = RegistryServiceStub
+    unreadable = {"Register", "Heartbeat"}  # gRPC gives None for the first answer of each.
+
+    async def answered(name: str, call: Any, *args: Any, **options: Any) -> Any:
+        answer = await call(*args, **options)
+        if name not in unreadable:
+            return answer
+        unreadable.remove(name)
+        return None
+
+    def stub(link: Any) -> Any:
+        found = made(link)
+        for name in unreadable:
+            setattr(found, name, partial(answered, name, getattr(found, name)))
+        return found
+
+    monkeypatch.setattr(membership, "RegistryServiceStub", stub)
+    router = Router()
+    async with serving(router) as server, running(server.address):
+        await more_beats(router)
+    assert not unreadable
+    assert f"router {server.address}: the answer cannot be read" in caplog.text
 
 
 async def test_a_router_that_goes_away_and_comes_back() -> None:
