@@ -87,7 +87,7 @@ class OpenAiFile:
     def _refusal(self, row: Row) -> str:
         """Return the place of a refused line and why it was refused; empty if it was answered."""
         error = row["error"] or row["response"]["body"].get("error")
-        return f"{self._path}:{error['line']}: {error['message']}" if error else ""
+        return f"{self._path}:{error.get('line')}: {error.get('message')}" if error else ""
 
     def _read(self) -> list[Request | Row]:
         items: list[Request | Row] = []
@@ -122,9 +122,19 @@ class OpenAiFile:
                 where = f"{self._output}:{number}"
                 try:
                     row = read_json(line)
-                    if not {"id", "custom_id", "response", "error"} <= row.keys():
+                    if not _is_answer(row):
                         raise InvalidArgumentError("id", row.get("id"), "must be that of an answer in OpenAI's form")
                 except InvalidArgumentError as error:
                     raise located(where, error) from None
                 found[row["id"]] = where, row
         return found
+
+
+def _is_answer(row: Row) -> bool:
+    """Return whether a row has the form of an answer: that of a line that was broken, refused or answered."""
+    match row:
+        case {"id": str(), "custom_id": str() | None, "response": None, "error": dict()}:
+            return True
+        case {"id": str(), "custom_id": str(), "response": {"body": dict(body)}, "error": None}:
+            return isinstance(body.get("error", {}), dict)
+    return False

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from corun import AsyncClient, DeadlineError, SamplingParams
+from corun import AsyncClient, DeadlineError, InvalidArgumentError, SamplingParams
 from corun.cli import main
 from corun.cli.openai_batch import OpenAiFile
+from corun.gateway.batches import Request
 from corun.testing import LocalCluster, expected, local_cluster
 from tests.corun.cli.conftest import read_rows, write_rows
 from tests.over_fakes import chat_model
@@ -197,6 +198,33 @@ def test_a_priority_that_a_line_may_not_have_is_an_error_of_the_line(
         assert batch(cluster, source, tmp_path / "other.jsonl", "--priority", "high", "--concurrency", "1") == 2
         assert not read_rows(tmp_path / "other.jsonl"), "the priority of the run is no error of a line"
     assert "must be normal or lower" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": ["a"]},
+        {"custom_id": {}},
+        {"response": None},
+        {"response": "no object"},
+        {"response": {"body": []}},
+        {"response": {"body": {"error": "no object"}}},
+        {"error": "no object"},
+    ],
+    ids=str,
+)
+def test_an_output_with_a_row_of_another_form_is_refused_by_its_line(tmp_path: Path, change: dict[str, Any]) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", line("a", prompt="x")), tmp_path / "out.jsonl"
+    file = OpenAiFile(source, output, seed=None, priority="low")
+    (item,) = file.unfinished()
+    assert isinstance(item, Request)
+    response = {"status_code": 200, "request_id": "r", "body": {}}
+    row = {"id": item.id, "custom_id": "a", "response": response, "error": None}
+    write_rows(output, row)
+    assert file.unfinished() == []
+    write_rows(output, row, {**row, **change})
+    with pytest.raises(InvalidArgumentError, match=r"out\.jsonl:2: id = .*must be that of an answer in OpenAI's form"):
+        file.unfinished()
 
 
 async def test_the_time_of_a_line_ends_all_its_calls(tmp_path: Path) -> None:
