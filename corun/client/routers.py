@@ -25,6 +25,7 @@ from corun.errors import (
     InvalidArgumentError,
     UnavailableError,
     from_rpc_error,
+    is_answered,
 )
 from corun.rpc.channel import Access, Channel, channel
 
@@ -174,12 +175,14 @@ class Routers:
     def failed(self, router: RouterLink, error: grpc.RpcError) -> CorunError:
         """Return the typed error of a failed call. If the network may be the cause, it names the router's address.
 
-        Leaves the router if it is unavailable.
+        Leaves the router if it is unavailable, but not one that has answered if there is no other. To look for it again
+        would help nobody, and its connection may have more calls than it has room for: a probe would wait behind them.
         """
         typed = from_rpc_error(error)
         at_router = f"router {router.address}: {typed.message}"
         if isinstance(typed, UnavailableError):
-            self._leave(router)
+            if len(self._all) > 1 or not is_answered(error):
+                self._leave(router)
             return UnavailableError(at_router, typed.retry_after_s)
         return DeadlineError(at_router) if isinstance(typed, DeadlineError) else typed
 
