@@ -24,7 +24,7 @@ from corun.v1 import cluster_service_pb2 as pb
 
 ROTATE_S = 600.0
 """The age in seconds from which on a stream gets no new requests. A server ends old connections, and with them what the
-longest request that began in time has not used. The router ends a stream that gets no requests."""
+longest request that began in time has not used. The router ends a stream that gets no requests for a while."""
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Outputs(Generic[T]):
         finally:
             ending.cancel()
             call.cancel()
-            del stream.inboxes[named.call_number]
+            stream.leave(named.call_number)
 
     async def _opened(self, deadline: Deadline) -> _Stream[T]:
         """Return a stream that the router has named."""
@@ -123,6 +123,13 @@ class _Stream(Generic[T]):
     def takes_requests(self) -> bool:
         return not self.reading.done() and not self.is_refused and time.monotonic() < self._old_at
 
+    def leave(self, number: int) -> None:
+        """Remove the inbox of a call. A stream that gets no other request ends with its last one, because a router
+        bounds how many a client may have open."""
+        del self.inboxes[number]
+        if not self.inboxes and not self.takes_requests:
+            self.reading.cancel()
+
     def _take(self, message: pb.StreamOutputsResponse) -> None:
         """Hand out what one message brings."""
         if not self.stream_id.done():
@@ -145,8 +152,9 @@ class _Stream(Generic[T]):
         except (grpc.RpcError, CorunError) as error:
             self.error = error.with_traceback(None)
         except asyncio.CancelledError:
-            # The client was closed. This task ends here in any case. An error that it kept, with its traceback, would
-            # keep this stream and its connection until Python's garbage collector runs.
+            # The client was closed, or no request will use the stream. This task ends here in any case. An error that
+            # it kept, with its traceback, would keep this stream and its connection until Python's garbage collector
+            # runs.
             pass
         finally:
             self._call.cancel()

@@ -173,6 +173,29 @@ async def test_a_request_fails_with_its_call_and_its_stream_gets_no_other(is_str
     three.cancel()
 
 
+async def test_a_stream_that_gets_no_other_request_ends_with_its_last_one() -> None:
+    """Otherwise each answer of UNAVAILABLE would leave an open one behind for a minute, and a router has room for 1024
+    of a client."""
+    router = Router()
+    one, two = await router.asked(2)
+    router.calls[0].end(Code.UNAVAILABLE)
+    with pytest.raises(FailedError):
+        await one
+    await settle()
+    assert not router.streams[0].is_cancelled
+    router.streams[0].send("b", number=2, ended=(2,))
+    router.calls[1].end()
+    assert await two == ["b"]
+    await settle()
+    assert router.streams[0].is_cancelled
+    (three,) = await router.asked(1)
+    router.streams[1].send(number=3, ended=(3,))
+    router.calls[2].end()
+    assert await three == []
+    await settle()
+    assert not router.streams[1].is_cancelled, "the next request may use it"
+
+
 async def test_a_request_ends_without_error_if_both_ended_well_before_its_last_response() -> None:
     """Its caller misses the receipt."""
     router = Router()
