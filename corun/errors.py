@@ -279,7 +279,10 @@ class DataLossError(CorunError):
 
 
 class InternalError(CorunError):
-    """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else."""
+    """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else.
+
+    An answer that cannot be read is this error, too: the other side may be of a later version.
+    """
 
     code = grpc.StatusCode.INTERNAL
 
