@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from corun.client.routers import Deadline, closed
-from corun.errors import CorunError, DeadlineError
+from corun.errors import CorunError, DeadlineError, InternalError
 from corun.observe.trace_context import Metadata
 from corun.rpc import codec
 from corun.v1 import cluster_service_pb2 as pb
@@ -48,8 +48,8 @@ class Outputs(Generic[T]):
     ) -> AsyncGenerator[T, None]:
         """Yield the responses to a request until the router says that there are no more.
 
-        Raises grpc.RpcError if the call or the stream fails, DeadlineError at the deadline, and CancelledByPeerError if
-        the client is closed while the stream is opened.
+        Raises grpc.RpcError if the call or the stream fails, DeadlineError at the deadline, InternalError for a
+        response that cannot be read, and CancelledByPeerError if the client is closed while the stream is opened.
         """
         stream = await self._opened(deadline)
         named = pb.GenerateRequest()
@@ -60,10 +60,12 @@ class Outputs(Generic[T]):
         ending = asyncio.ensure_future(call.code())
         ending.add_done_callback(inbox.wake)
         try:
-            while inbox.items or not inbox.has_ended:
+            while inbox.items or inbox.error or not inbox.has_ended:
                 inbox.arrived.clear()
                 if inbox.items:
                     yield inbox.items.popleft()
+                elif inbox.error is not None:
+                    raise inbox.error
                 elif call.done():
                     if not await _may_still_come(call, stream):
                         return
@@ -94,6 +96,8 @@ class _Inbox(Generic[T]):
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
+        self.error: InternalError | None = None
+        """Set if the response behind the items cannot be read."""
         self.has_ended = False
         """Whether all that there is has come."""
         self.arrived = asyncio.Event()
@@ -136,9 +140,13 @@ class _Stream(Generic[T]):
             self.stream_id.set_result(message.stream_id)
         for response in message.responses:
             inbox = self.inboxes.get(response.call_number)
-            if inbox is not None:  # Nobody waits for the rest of a request that was left.
-                inbox.items.append(self._read(response))
-                inbox.arrived.set()
+            if inbox is None or inbox.error is not None:
+                continue  # Nobody waits for the rest of a request that was left.
+            try:
+                inbox.items.append(codec.read_answer(self._read, response))
+            except InternalError as error:
+                inbox.error = error.with_traceback(None)
+            inbox.arrived.set()
         for number in message.ended:
             if (inbox := self.inboxes.get(number)) is not None:
                 inbox.has_ended = True
@@ -148,7 +156,7 @@ class _Stream(Generic[T]):
         """Hand out what comes, until the stream ends."""
         try:
             async for message in self._call:
-                codec.read_answer(self._take, message)
+                self._take(codec.readable(message))
         except (grpc.RpcError, CorunError) as error:
             self.error = error.with_traceback(None)
         except asyncio.CancelledError:
