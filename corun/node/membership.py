@@ -235,7 +235,7 @@ class NodeAgent:
             await self._beat(stub, router, info, answer.heartbeat_interval_ms / 1000)
         except grpc.RpcError as failure:
             self._complain(router, from_rpc_error(failure))
-        except InternalError as error:  # Something else may answer where the router was.
+        except (InternalError, InvalidArgumentError) as error:  # Something else may answer where the router was.
             self._complain(router, error)
         finally:
             self._heard.pop(router.address, None)
@@ -243,9 +243,11 @@ class NodeAgent:
         return registered or self._routers.lists(router.address)
 
     async def _register(self, stub: RegistryServiceStub, router: RouterAddress, info: NodeInfo) -> Any:
-        """Register with one router and return its answer."""
+        """Register with one router and return its answer. Raises InvalidArgumentError if heartbeats had no pause."""
         request = pb.RegisterRequest(node=codec.node_info_to_proto(info))
         answer = codec.readable(await stub.Register(request, timeout=CALL_TIMEOUT_S))
+        if not answer.heartbeat_interval_ms:
+            raise InvalidArgumentError("heartbeat_interval_ms", answer.heartbeat_interval_ms, "must be at least 1")
         if not answer.quarantined:
             log.info("registered with router %s at %s", answer.router_id, router)
             self._said.pop(router.address, None)

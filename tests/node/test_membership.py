@@ -262,6 +262,22 @@ async def test_a_refusal_is_said_once_and_tried_again(caplog: pytest.LogCaptureF
     assert "registered with router r0" in caplog.text
 
 
+async def test_a_router_that_asks_for_heartbeats_without_a_pause_gets_none(caplog: pytest.LogCaptureFixture) -> None:
+    """They would follow each other as fast as the two processes can."""
+    router = Router()
+    router.interval_ms = 0
+    async with serving(router) as server, running(server.address):
+        await until(lambda: len(router.registered) >= 3)
+        assert router.beats == []
+        router.interval_ms = 5
+        await more_beats(router)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"router {server.address}: heartbeat_interval_ms = 0: must be at least 1",
+        f"registered with router r0 at {server.address}",
+    ]
+
+
 async def test_news_travel_at_once_to_the_routers_that_have_the_node() -> None:
     """Not with the next heartbeat: that may be a minute away. It does not matter whether these routers are listed, and
     those that are only looked for, or do not answer, are waited for only so long."""
