@@ -108,15 +108,15 @@ def test_a_release_of_what_was_read_is_forgotten(connector: Any, module: ModuleT
 
 
 SCENES: dict[str, tuple[list[str], list[tuple[list[bytes], str, str]]]] = {
-    "a read and a release in one step free once": ([], [([b"b:1"], "b", "b")]),
+    "a read and a release in one step free once": ([], [([b"b:2"], "b", "b")]),
     "the last of several readers frees": (
         ["s", "t"],
-        [([b"b/s:1"], "", ""), ([b"b/b:1"], "", ""), ([b"b/t:1"], "", "b")],
+        [([b"b/s:2"], "", ""), ([b"b/b:2"], "", ""), ([b"b/t:2"], "", "b")],
     ),
-    "notices of one step count one by one": (["s"], [([b"b/b:1", b"HB:b,c", b"b/s:1", b"c/c:1"], "", "bc")]),
-    "a release of one reader leaves the others": (["s"], [([], "b", ""), ([b"b/s:1"], "", "b")]),
+    "notices of one step count one by one": (["s"], [([b"b/b:2", b"HB:b,c", b"b/s:2", b"c/c:2"], "", "bc")]),
+    "a release of one reader leaves the others": (["s"], [([], "b", ""), ([b"b/s:2"], "", "b")]),
     # Its read is acknowledged, or vLLM gives it up, and its router releases it as well.
-    "a reader counts once, whatever is said of it": (["s"], [([b"b/s:1", b"b/s:1"], "s", ""), ([], "b", "b")]),
+    "a reader counts once, whatever is said of it": (["s"], [([b"b/s:2", b"b/s:2"], "s", ""), ([], "b", "b")]),
     "who is no reader frees nothing": ([], [([], "s", "")]),
     # It was sent by a decode node that had not heard of the end yet, and read in the very step of the release.
     "a heartbeat does not outlive a release": ([], [([b"HB:b,c"], "b", "b")]),
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_in_time_is_not_shared(connector: Any) -> None:
     connector.release("b", "b")
     assert not connector.share("b", ["s"])
     assert not connector.share("unknown", ["s"])
-    connector.connector_worker.inbox.append(b"a:1")
+    connector.connector_worker.inbox.append(b"a:2")
     assert sent(connector) == {"a", "b"}
     assert not connector.share("a", ["s"])
     connector.connector_worker._reqs_to_send["c"] = time.perf_counter() + 9.0
@@ -163,6 +163,18 @@ def test_heartbeats_of_readers_renew_the_lease(connector: Any) -> None:
     connector.connector_worker._reqs_to_send = dict.fromkeys("abc", 0.0)
     connector.connector_worker.inbox.append(b"HB:b/s,b/t,c,a/a")
     assert sent(connector) == set()
+
+
+UNREADABLE = (b"\xff:2", b"HB:\xff,b", b"b:\xff", b"b:", b"b", b"", b"b:1", b"b:x", b"b:0")
+
+
+@pytest.mark.parametrize("notice", UNREADABLE, ids=repr)
+def test_a_message_that_cannot_be_read_frees_nothing(connector: Any, notice: bytes) -> None:
+    """An error of vLLM's, in the step that finds the message, would end the engine."""
+    connector.connector_worker.inbox.append(notice)
+    assert sent(connector) == set()
+    connector.connector_worker.inbox.append(b"b:2")
+    assert sent(connector) == {"b"}
 
 
 def answers(connector: Any, *attempts: Any) -> None:

@@ -388,13 +388,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return found | {"": [f"{name}:{worker.world_size}".encode() for name in ended if name not in read]}
 
     def _in_vllms_words(self, notice: bytes) -> bytes:
-        """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read."""
+        """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read, or
+        because it is no message of a peer with as many ranks: vLLM would end the engine."""
+        text = notice.decode(errors="replace")
         if notice.startswith(HEARTBEAT):
-            ids = notice.removeprefix(HEARTBEAT).decode().split(",")
+            ids = text[len(HEARTBEAT) :].split(",")
             return HEARTBEAT + ",".join(names_in(name)[0] for name in ids).encode()
-        name, _, rest = notice.decode().rpartition(":")
+        name, _, ranks = text.rpartition(":")
+        if ranks != str(self.connector_worker.world_size):
+            log.warning("a message over NIXL that cannot be read is ignored: %.100r", notice)
+            return b""
         request_id, reader = names_in(name)
-        return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader) else b""
+        return f"{request_id}:{ranks}".encode() if self._was_last(request_id, reader) else b""
 
     def _was_last(self, request_id: str, reader: str) -> bool:
         """Remove a reader from the readers of a prefill's KV. Return True if it was a reader and none is left."""
