@@ -19,7 +19,7 @@ from typing import Any
 
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
-from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
+from corun.errors import InvalidArgumentError, Shown, UnavailableError
 from corun.node.certificate import Certificate, untested
 from corun.node.kv.handle import OWN_PROMPT_PARAM, STAMPS_PARAM, TOPS_PARAM, owner, read_id
 from corun.node.kv.handshake import UNDER_WAY
@@ -209,12 +209,12 @@ class VllmDecodeEngine:
         """Unmap the GPU memory of prefill nodes that have died. Otherwise they could not start again on their GPU."""
         while True:
             await asyncio.sleep(LET_GO_S)
-            dead = sorted(self._mapped.keys() - living(self._mapped))
             try:
+                dead = sorted(self._mapped.keys() - living(self._mapped))
                 if dead and all(await base.call_workers(self._llm, "unmap", dead, timeout_s=CONNECT_TIMEOUT_S)):
                     log.info("let go of the GPU memory of processes that have ended: %s", dead)
                     self._mapped = {pid: at for pid, at in self._mapped.items() if pid not in dead}
-            except CorunError as error:
+            except Exception as error:  # A worker's errors share no base.
                 log.warning("GPU memory of processes that have ended is still mapped: %s", error)
 
     async def answer(self) -> None:
