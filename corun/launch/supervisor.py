@@ -133,7 +133,17 @@ class Supervisor:
 
     def _run(self) -> None:
         quick_deaths = 0
-        while (process := self._start()) is not None:
+        while True:
+            try:
+                if (process := self._start()) is None:
+                    break
+            except OSError as error:  # A disk may be full for a moment. The first start fails for a reason that stays.
+                if not self._status.deaths or quick_deaths >= MAX_QUICK_DEATHS:
+                    raise
+                quick_deaths += 1
+                self._status = replace(self._status, detail=f"cannot be started: {error}")
+                self._stopping.wait(_delay_s(quick_deaths))
+                continue
             started = time.monotonic()
             code = self._wait(process)
             if self._stopping.is_set():

@@ -121,6 +121,37 @@ def test_a_process_whose_log_was_cleared_away_is_started_again(log: Path) -> Non
     end(supervisor)
 
 
+def failing_starts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    left = iter(range(count))
+
+    class Failing(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if next(left, None) is not None:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr("corun.launch.supervisor.subprocess.Popen", Failing)
+
+
+def test_a_start_that_fails_for_a_moment_is_made_again(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may be full, or there may be too many processes, when a node that died is to start again."""
+    supervisor = supervise(log, f"import os; print(os.getpid()); {SLEEP}", "up")
+    failing_starts(monkeypatch, 2)
+    os.kill(first_pid(log), signal.SIGKILL)
+    wait_for(lambda: written(log).count("up") == 2, "started again")
+    assert (supervisor.status().state, supervisor.status().deaths) == (ProcessState.RUNNING, 1)
+    end(supervisor)
+
+
+def test_a_process_that_cannot_be_started_again_is_given_up(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervise(log, f"import os; print(os.getpid()); {SLEEP}", "up")
+    failing_starts(monkeypatch, 99)
+    os.kill(first_pid(log), signal.SIGKILL)
+    wait_for(lambda: has_ended(supervisor), "given up")
+    assert supervisor.status().state is ProcessState.FAILED
+    assert supervisor.status().detail == "cannot be started: [Errno 11] Resource temporarily unavailable"
+
+
 def test_what_cannot_be_started_is_given_up(log: Path) -> None:
     """Whoever waits for its end would wait for ever, if it counted as one that starts again."""
     (log.parent / "file").touch()
