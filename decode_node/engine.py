@@ -26,7 +26,7 @@ from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import decode_contract, model_contract
-from corun.params import SamplingParams, check_seed, check_vocabulary
+from corun.params import SamplingParams, check_lengths, check_seed, check_token_ids, check_vocabulary
 from corun.processes import living, started
 from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
 from decode_node.grammar import Trials
@@ -137,17 +137,22 @@ class VllmDecodeEngine:
         """See `DecodeEngine.start`.
 
         Raises:
-            InvalidArgumentError: the engine would refuse a parameter, change it or crash on it; names the field.
+            InvalidArgumentError: the engine would refuse a parameter, change it or crash on it, or the model is too
+                short for the prompt and its output, or lacks a token of it; names the field.
             OverloadedError: its constraint could not be tried in time.
             UnavailableError: the engine died.
         """
+        prompt = request.prompt_token_ids
+        check_lengths(len(prompt), request.params.max_tokens, self.facts.max_model_len)
+        if max(prompt) >= self.facts.vocab_size:
+            check_token_ids(prompt, self.facts.vocab_size)
         if request.params.constraint is not None:
             await self._trials.check(*request.params.constraint)
         transfer = self._transfer(request)
         if request.params.top_logprobs:
             transfer[TOPS_PARAM] = request.params.top_logprobs
         sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
-        asked = base.core_request(request.request_id, request.prompt_token_ids, sampling, request.share_key or None)
+        asked = base.core_request(request.request_id, prompt, sampling, request.share_key or None)
         await base.unless_dead(self._llm.engine_core.add_request_async(asked), self.on_death)
 
     def _transfer(self, request: DecodeRequest) -> dict[str, Any]:

@@ -183,6 +183,24 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
     assert engine._llm.engine_core.asked == []
 
 
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "field"),
+    [
+        ((*PROMPT, 256), 16, r"prompt.token_ids\[40\]"),
+        ((1,) * 512, 1, "prompt.token_ids"),
+        (PROMPT, 473, "sampling_params.max_tokens"),
+    ],
+)
+async def test_a_prompt_that_no_prefill_of_this_model_computes_is_refused(
+    engine: VllmDecodeEngine, prompt: tuple[int, ...], max_tokens: int, field: str
+) -> None:
+    """A row of a token that the model does not have, or behind its last position, would end the engine."""
+    params = SamplingParams(max_tokens=max_tokens)
+    with pytest.raises(InvalidArgumentError, match=f"^{field}"):
+        await engine.start(DecodeRequest("/lease-1", a_handle(prompt), prompt, params, seed=1))
+    assert engine._llm.engine_core.asked == []
+
+
 def test_a_cpu_cuts_no_row_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "prepare", lambda *args: None)
     config = DecodeConfig(model=str(tiny.ensure()), decode_split="own-length")
