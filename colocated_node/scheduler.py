@@ -102,7 +102,13 @@ class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[
         return output
 
     def add_request(self, request: Request) -> None:
+        """Add a request. End a sample with an error if the prompt of the id that it came with is another one: a router
+        used the id again, and the sample would be told of that prompt's KV."""
         if own := (request.kv_transfer_params or {}).get(handle.OWN_PROMPT_PARAM):
+            prompt = self.requests.get(own[0])
+            if prompt is not None and prompt.prompt_token_ids != request.prompt_token_ids:
+                self.refused.append(request)
+                return
             self._with_prompt.setdefault(own[0], []).append(request)
         super().add_request(request)
 

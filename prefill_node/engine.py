@@ -50,6 +50,7 @@ TILE = 128
 """The rows of a matrix product's tile: padding up to a whole one costs nothing."""
 RELEASE_TIMEOUT_S = 30.0
 HELD_TIMEOUT_S = 1.0
+UNIQUE = "must be unique to one attempt"
 log = logging.getLogger(__name__)
 
 
@@ -300,8 +301,7 @@ class VllmPrefillEngine:
         if len(token_ids) > room:
             raise InvalidArgumentError("prompt_token_ids", f"{len(token_ids)} tokens", f"must be at most {room} tokens")
         if request_id in self._kept or request_id in self._computing:
-            # vLLM's scheduler crashes if it gets an id that it still knows.
-            raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
+            raise InvalidArgumentError("request_id", request_id, UNIQUE)
 
     def _allowed(self, scope: str) -> frozenset[str]:
         """Return what a prompt of this scope may make use of."""
@@ -408,12 +408,18 @@ class VllmPrefillEngine:
         base.end(self._llm)
 
     async def _run(self, request: Any) -> Any:
-        """Compute a prompt, given as `_core_request` returns it; return its last output."""
+        """Compute a prompt, given as `_core_request` returns it; return its last output.
+
+        Raises InvalidArgumentError if the engine still has a prompt of this id, which nobody here knows of any more.
+        """
         request_id = request.request_id
         done = self._computing[request_id] = asyncio.get_running_loop().create_future()
         try:
             await base.unless_dead(self._llm.engine_core.add_request_async(request), self.on_death)
-            return await done
+            output = await done
+            if str(output.finish_reason) == "error":  # Its scheduler knows the id (corun/node/vllm/scheduler.py).
+                raise InvalidArgumentError("request_id", request_id, UNIQUE)
+            return output
         except asyncio.CancelledError:
             # It may have ended just before. So its id counts as that of held KV until the worker says otherwise.
             self._kept[request_id] = []

@@ -504,6 +504,26 @@ def test_kv_is_kept_for_a_sample_that_came_with_it_however_long_that_waits_for_r
     assert {"wrong output", "decodes from another KV than its prompt's"} & violations(without, trace)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 9])
+def test_a_sample_of_another_prompt_than_the_one_that_has_the_id_ends_alone(engines: Engines, steps: int) -> None:
+    """A router used the id again. Else the sample would begin from that prompt's KV, whose stamps it would be told."""
+    before, waits = sample(300, 50, own=True), sample(40, 300, own=True, with_prompt=1)
+    ops = (before, Run(2), waits, Run(steps))
+    engine = engines.engine(Trace(slots=2, chunk=16, blocks=40, ops=ops, budget=16))
+    drain = engine._drain
+
+    def come_and_drain() -> None:
+        engine.record.prompt_of[3] = 2
+        engine._add(sample(40, 3, own=True, with_prompt=1, common=1))
+        drain()
+
+    engine._drain = come_and_drain
+    record = engine.play()
+    assert (record.finished[1], record.finished[3]) == ("length", "error")
+    assert record.outputs[3] == []
+    assert (record.stuck, record.left_over) == (False, [])
+
+
 def test_a_sample_whose_prompt_is_given_up_is_told_nothing_and_leaves_nothing(engines: Engines) -> None:
     for run, which in itertools.product(range(6), range(2)):
         ops = (

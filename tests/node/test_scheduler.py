@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,7 @@ from hypothesis import given
 
 from corun.types import NodeRole
 from tests.loading import load
-from tests.traces import ANY_PLATFORM, CPU, Platform, Trace, decode_traces, examples
+from tests.traces import ANY_PLATFORM, CPU, Arrive, Platform, Run, Trace, decode_traces, examples
 
 SCHEDULERS = {
     NodeRole.PREFILL: "prefill_node.scheduler.PrefillScheduler",
@@ -87,3 +88,25 @@ def test_nothing_is_counted_while_nobody_waits(stepping: ModuleType, monkeypatch
         scheduler.running, scheduler.waiting = [request] * running, [request] * waiting
         assert scheduler.admissible() == [request] * waiting
     assert counted == [1], "only where somebody waits"
+
+
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("role", SCHEDULERS)
+def test_a_request_with_an_id_that_is_known_ends_alone(stepping: ModuleType, role: NodeRole, steps: int) -> None:
+    """An assertion of vLLM's would end the engine. The request that had the id first goes on, in whatever state."""
+    arrival = Arrive(prompt=20, max_tokens=1 if role is NodeRole.PREFILL else 4, transfer_steps=3)
+    engine = stepping.engine(
+        SCHEDULERS[role], Trace(slots=2, chunk=16, blocks=9, ops=(arrival, Run(steps))), CPU, role=role
+    )
+    taken: list[Any] = []
+    take = engine._take
+    engine._take = lambda output: taken.append(output) or take(output)
+    add, again = engine.scheduler.add_request, list[Any]()
+    engine.scheduler.add_request = lambda request: again.append(copy.copy(request)) or add(request)
+    drain = engine._drain
+    engine._drain = lambda: add(*again) or drain()
+    record = engine.play()
+    refused = [output for output in taken if str(output.finish_reason) == "error"]
+    assert [(output.request_id, output.new_token_ids) for output in refused] == [("0", [])]
+    assert record.outputs[0] == [7] * arrival.max_tokens
+    assert (record.stuck, record.left_over) == (False, [])

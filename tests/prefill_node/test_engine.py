@@ -349,6 +349,18 @@ async def test_the_id_of_a_cancelled_prompt_is_refused_until_the_engine_has_sure
     assert not engine.holds("r")
 
 
+async def test_an_id_that_only_the_engine_still_knows_is_refused_and_holds_nothing(llm: Llm) -> None:
+    """A sample that came with that prompt has not begun, so a colocated node's scheduler keeps its KV."""
+    engine = make(VllmPrefillEngine, llm)
+    waiting = asyncio.ensure_future(engine.prefill(PromptRequest("r", [1], READER)))
+    await asyncio.sleep(0)
+    ended = load("vllm.v1.engine").FinishReason.ERROR
+    engine.take([SimpleNamespace(request_id="r", finish_reason=ended, kv_transfer_params=None)])
+    with pytest.raises(InvalidArgumentError, match="request_id = 'r': must be unique to one attempt"):
+        await waiting
+    assert not engine.holds("r")
+
+
 async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: Llm) -> None:
     """A prefill that has just ended is not known to the worker yet: it counts, the first time. An idle worker is left
     alone."""

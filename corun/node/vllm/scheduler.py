@@ -13,6 +13,7 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
@@ -56,9 +57,27 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
             kv_cache_config = ZeroedKVCacheConfig(**vars(kv_cache_config))
             busy_wait.nap_instead()
         super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
+        self.refused: list[Request] = []
+        """The requests that have ended with an error since the last output, because they came."""
         # The scheduler is the only code of ours that always runs in the engine's first process.
         end_with_parent()
         sys.setswitchinterval(SWITCH_S)
+
+    def add_request(self, request: Request) -> None:
+        """Add a request. End one whose id is still known with an error: vLLM's assertion would end the engine."""
+        if request.request_id in self.requests:
+            self.refused.append(request)
+        else:
+            super().add_request(request)
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        """Tell of requests that were refused, too."""
+        made: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
+        for request in self.refused:
+            ended = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+            made.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
+        self.refused.clear()
+        return made
 
     def gpu_lock(self) -> Path | None:
         """Return the file with which the engines on this GPU take turns; None if there is no GPU to share."""
