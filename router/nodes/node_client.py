@@ -534,8 +534,13 @@ class DecodeClient(NodeClient):
             raise
 
     def _hold(self, lease: RemoteLease, lease_id: int) -> None:
+        """Note that a lease is granted. Give the node up if another one has its id: rows could be of either."""
         lease.lease_id, lease.granted_at = lease_id, loop_time()
-        self._leases[lease_id] = lease
+        if lease_id in self._leases:
+            self._give_up(f"it granted lease {lease_id} twice")
+            lease.fail(self._gone_error())
+        else:
+            self._leases[lease_id] = lease
 
     async def _release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         try:

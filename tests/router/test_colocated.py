@@ -470,3 +470,19 @@ async def test_rows_that_come_with_the_grant_of_a_lease_that_was_given_up_are_no
     await until(lambda: bool(freed))
     assert (taken, sorted(given_back), freed, client._with_prompt) == ([], [5, 6, 7], [True], {})
     await client.close()
+
+
+async def test_a_lease_that_is_granted_with_two_prompts_is_nobodys(model: str) -> None:
+    lost = list[str]()
+    client = DecodeClient(info(model, "d1"), "r1", lost.append, AwakeClock())
+    leases = [RemoteLease(lambda *_: True, 1) for _ in "pq"]
+    message = StreamStepsResponse()
+    for name, lease in zip("pq", leases, strict=True):
+        client.with_prompt(lease, name, params=SamplingParams(), seed=1, share_key="")
+        message.granted.add(request_id=name, lease_id=5)
+    client._on_step(message)
+    assert lost == ["it granted lease 5 twice"]
+    for lease in leases:
+        with pytest.raises(UnavailableError, match="d1: it granted lease 5 twice"):
+            lease.ended.result()
+    await client.close()

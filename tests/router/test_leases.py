@@ -378,6 +378,28 @@ class TestSessions:
             assert member_of(fake, fake.nodes[1]).client.session > session
             assert retries(fake) == {"lost": 1}
 
+    async def test_a_session_ends_if_its_node_grants_a_lease_twice(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its rows could be either sample's, so both run again. No room stays taken."""
+        real, granted = DecodeService.Reserve, list[int]()
+
+        async def reserve(node: DecodeService, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
+            response = await real(node, request, context)
+            granted.append(response.lease_id)
+            return pb.ReserveResponse(lease_id=granted[0]) if len(granted) == 2 else response
+
+        monkeypatch.setattr(DecodeService, "Reserve", reserve)
+        async with cluster(model, slots=2, **PATIENT) as fake:
+            decode = fake.nodes[1]
+            session, room = member_of(fake, decode).client.session, member_of(fake, decode).room.free_slots
+            outputs = await generate(fake, PROMPT, replace(PARAMS, n=2), seed=1)
+            assert [right(output, PROMPT, PARAMS, output.seed) for output in outputs] == [True] * 2
+            await fake.idle()
+            assert member_of(fake, decode).client.session > session
+            assert (decode.leases, member_of(fake, decode).room.free_slots) == (0, room)
+            assert retries(fake) == {"lost": 2}
+
     async def test_a_refusal_ends_no_session(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The control: a node that answers with an error of its own has granted nothing."""
         errors: list[CorunError] = [UnavailableError("no"), InternalError("no"), OverloadedError("no", 0.0)]
