@@ -240,7 +240,10 @@ def _find_board(name: str) -> Any:
         raise UnavailableError(
             f"{len(names)} corun ups run on that Ray: use corun scale where the one meant was started"
         )
-    return runtime.api().get_actor(names[0], namespace=runtime.NAMESPACE)
+    try:
+        return runtime.api().get_actor(names[0], namespace=runtime.NAMESPACE)
+    except ValueError as error:  # It has ended since it was listed.
+        raise UnavailableError("no corun up runs on that Ray") from error
 
 
 def _get(question: Any) -> Any:

@@ -216,3 +216,14 @@ def test_counts_that_are_none(words: tuple[str, ...], message: str) -> None:
 def test_a_wait_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "prefill=1", "--timeout-s", "0"]) == 2
     assert "timeout_s = 0.0: must be in (0, 86400] seconds" in capsys.readouterr().err
+
+
+def test_a_corun_up_that_ends_while_it_is_looked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(name: str, namespace: str) -> None:
+        raise ValueError(f"Failed to look up actor with name '{name}'")
+
+    listed = [{"name": "corun-up-1", "namespace": "corun"}]
+    util = SimpleNamespace(list_named_actors=lambda all_namespaces: listed)
+    monkeypatch.setattr(control.runtime, "api", lambda: SimpleNamespace(util=util, get_actor=gone))
+    with pytest.raises(UnavailableError, match="no corun up runs on that Ray"):
+        control._find_board("")
