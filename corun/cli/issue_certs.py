@@ -39,24 +39,23 @@ def make(directory: Path, hosts: Sequence[str]) -> list[Path]:
     token for each, and the routers' seed key. Return the paths of the files.
 
     The client's token has operator rights, since whoever makes a cluster wants to see its state. Keys and tokens can be
-    read by their owner only. Raises InvalidArgumentError if there is no host, if one is neither a name nor an address,
-    or if a file exists already.
+    read by their owner only. Raises InvalidArgumentError before it writes anything if there is no host, if one is
+    neither a name nor an address, or if a file exists already.
     """
     if not hosts:
         raise InvalidArgumentError("hosts", list(hosts), "must be at least one host name or address")
-    of_members, of_client = [_name(host) for host in hosts], [_name("client")]  # Checked before anything is written.
-    directory.mkdir(parents=True, exist_ok=True)
+    of_members, of_client = [_name(host) for host in hosts], [_name("client")]
     ca_key, issuer = ec.generate_private_key(ec.SECP256R1()), _subject("corun authority")
     signs = x509.KeyUsage(**{use: use in AUTHORITY_USES for use in KEY_USES})
     authority = _unsigned("corun authority", ca_key, issuer).add_extension(signs, critical=True)
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    written = _write(directory, "ca", authority.sign(ca_key, hashes.SHA256()), ca_key)
+    files = _pair("ca", authority.sign(ca_key, hashes.SHA256()), ca_key)
     for name, names, uses in (("member", of_members, [SERVER, CLIENT]), ("client", of_client, [CLIENT])):
         key = ec.generate_private_key(ec.SECP256R1())
         unsigned = _unsigned(f"corun {name}", key, issuer)
         unsigned = unsigned.add_extension(x509.SubjectAlternativeName(names), critical=False)
         unsigned = unsigned.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        written += _write(directory, name, unsigned.sign(ca_key, hashes.SHA256()), key)
+        files |= _pair(name, unsigned.sign(ca_key, hashes.SHA256()), key)
     client = secrets.token_hex(TOKEN_BYTES)
     texts = {
         "cluster.token": secrets.token_hex(TOKEN_BYTES),
@@ -64,7 +63,12 @@ def make(directory: Path, hosts: Sequence[str]) -> list[Path]:
         "client.token": client,
         "seed.key": secrets.token_hex(SEED_KEY_BYTES),
     }
-    return [*written, *(_new(directory / name, f"{text}\n".encode(), 0o600) for name, text in texts.items())]
+    files |= {name: f"{text}\n".encode() for name, text in texts.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        if os.path.lexists(directory / name):
+            raise InvalidArgumentError("directory", str(directory), f"must not hold {name} already")
+    return [_new(directory / name, content) for name, content in files.items()]
 
 
 def _unsigned(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x509.CertificateBuilder:
@@ -92,18 +96,15 @@ def _name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(directory: Path, name: str, signed: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
+def _pair(name: str, signed: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> dict[str, bytes]:
+    """Return the contents of the files of a certificate and of its key, by their names."""
     pem = serialization.Encoding.PEM
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    certificate = _new(directory / f"{name}.pem", signed.public_bytes(pem), 0o644)
-    return [certificate, _new(directory / f"{name}.key", secret, 0o600)]
+    return {f"{name}.pem": signed.public_bytes(pem), f"{name}.key": secret}
 
 
-def _new(path: Path, content: bytes, mode: int) -> Path:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        raise InvalidArgumentError("directory", str(path.parent), f"must not hold {path.name} already") from None
+def _new(path: Path, content: bytes) -> Path:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if path.suffix == ".pem" else 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     return path

@@ -529,3 +529,13 @@ def test_certs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certs", str(directory)]) == 2
     assert "must not hold ca.pem already" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_certs_beside_a_file_of_others_are_refused_before_a_file_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also beside a link to nowhere. A new authority beside an old key would serve nobody."""
+    (tmp_path / "seed.key").symlink_to(tmp_path / "gone")
+    assert main(["certs", str(tmp_path)]) == 2
+    assert "must not hold seed.key already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["seed.key"]
