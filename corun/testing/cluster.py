@@ -283,21 +283,33 @@ class Running:
         await self._context.__aexit__(*error)
 
     def __enter__(self) -> LocalCluster:
+        self._over: Future[None] = Future()
         started: Future[LocalCluster] = Future()
         self._thread = threading.Thread(target=asyncio.run, args=(self._live(started),), name="local cluster")
-        self._thread.start()
-        return started.result()
+        try:
+            self._thread.start()
+            return started.result()
+        except BaseException:  # Also Ctrl-C, which must leave no thread.
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
+        self._over.set_result(None)
         self._thread.join()
 
     async def _live(self, started: Future[LocalCluster]) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        """Run the cluster, or start it, until that is over."""
+        running = asyncio.ensure_future(self._run(started))
+        await asyncio.wait((running, asyncio.wrap_future(self._over)), return_when=asyncio.FIRST_COMPLETED)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    async def _run(self, started: Future[LocalCluster]) -> None:
         try:
             async with self._context as cluster:
                 started.set_result(cluster)
-                await self._over.wait()
+                await asyncio.Event().wait()
         except Exception as error:
             if started.done():
                 raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,22 @@ def test_the_example_of_the_page_runs() -> None:
     assert tests
     for test in tests:
         test()
+
+
+def test_an_interrupted_start_leaves_no_thread_and_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as by Ctrl-C."""
+    main = threading.get_ident()
+
+    async def start(self: LocalCluster, **counts: int) -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        await asyncio.sleep(10)
+
+    monkeypatch.setattr(LocalCluster, "start", start)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), local_cluster():
+        raise AssertionError("it was interrupted")
+    assert threading.active_count() == threads
+    assert not list(tmp_path.iterdir())
