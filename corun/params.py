@@ -290,6 +290,12 @@ def check_name(field: str, name: str) -> str:
     return name
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number that a text of digits spells. None: it has other characters, or more digits than any number
+    here. Python reads no endless ones."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
 def _integer(field: str, value: Any, low: int, end: int, limit: str = "") -> int:
     """Return `value` as an int. Raises InvalidArgumentError unless it is an integer in [low, end)."""
     # The type alone is looked at first: there may be thousands, and abstract types take four times as long.

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from corun.errors import InvalidArgumentError
+from corun.params import whole_number
 
 KINDS = {
     "std": "stock vLLM",
@@ -173,7 +174,7 @@ class System:
         if kind not in CLUSTERS and (placement == COLOCATED or (counts and counts.colocated)):
             limit = "must be without colocated nodes: only clusters have them, as in cluster:colocated, cluster:1p1d1c"
             raise InvalidArgumentError("systems", name, limit)
-        if slots and not slots.isdecimal():
+        if slots and whole_number(slots) is None:
             raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
         return cls(name=name, kind=kind, placement=placement, slots=int(slots or 0))
 

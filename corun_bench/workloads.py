@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from corun.errors import InvalidArgumentError
-from corun.params import check_seed, derive_seed, sample_seed
+from corun.params import check_seed, derive_seed, sample_seed, whole_number
 from corun_bench.datasets import read_blazedit, read_burstgpt, read_sharegpt
 from corun_bench.driver import Request, Workload
 from corun_bench.options import to_number
@@ -151,10 +151,11 @@ def expand(specs: Iterable[str]) -> tuple[Spec, ...]:
 
 
 def _integer(key: str, shown: str, digits: str, maximum: int) -> int:
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 10 and 1 <= int(digits) <= maximum):
+    number = whole_number(digits)
+    if number is None or not 1 <= number <= maximum:
         form = "PROMPTSxSAMPLES, both" if key == "rl" else "a number"
         raise InvalidArgumentError(key, shown, f"must be {form} in [1, {maximum}]")
-    return int(digits)
+    return number
 
 
 def _rate(digits: str) -> float:

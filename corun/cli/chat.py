@@ -19,7 +19,7 @@ from corun.completion import Assembler, Generation
 from corun.config.extras import load
 from corun.errors import CorunError, InvalidArgumentError, Shown
 from corun.models import SMOLLM2
-from corun.params import SamplingParams
+from corun.params import MAX_SEED, SamplingParams, whole_number
 
 HELP = """\
 /seed N      draw the next answers with this seed; without N, let the router derive one for each answer again
@@ -168,6 +168,7 @@ class Conversation:
 def _seed(word: str) -> int | None:
     if not word:
         return None
-    if not (word.isascii() and word.isdigit() and len(word) < 20 and int(word) < 2**63):
+    seed = whole_number(word)
+    if seed is None or seed > MAX_SEED:
         raise InvalidArgumentError("seed", word, "must be in [0, 2^63)")
-    return int(word)
+    return seed

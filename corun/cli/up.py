@@ -35,6 +35,7 @@ from corun.config.docs import describe
 from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
 from corun.models import SMOLLM2, TINY
+from corun.params import whole_number
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 STATE_STYLES = {"ok": "green", "slow": "yellow", "fails": "red"}
@@ -243,8 +244,7 @@ def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
     for word in words:
         name, _, number = word.partition("=")
         pool, _, role = name.rpartition(".")
-        is_number = number.isascii() and number.removeprefix("-").isdigit() and len(number) < 20
-        if role not in ROLES or not is_number:
+        if role not in ROLES or whole_number(number.removeprefix("-")) is None:
             raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(NODES)}")
         check_replicas(role, int(number), name)
         pools.add(pool)

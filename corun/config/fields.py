@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown, renaming
+from corun.params import whole_number
 from corun.rpc.auth import ClientToken, read_client_tokens, read_token
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -105,7 +106,7 @@ def _check_not_empty(name: str, value: Any) -> None:
 def check_address(name: str, value: str) -> None:
     """Raise InvalidArgumentError unless an address, which may be empty, is host:port."""
     host, _, port = value.rpartition(":")
-    if value and (not host or not (port.isascii() and port.isdigit() and len(port) < 20 and 0 < int(port) <= 65535)):
+    if value and (not host or not 0 < (whole_number(port) or 0) <= 65535):
         raise InvalidArgumentError(name, value, "must be host:port, with a port in [1, 65535]")
     if ":" in host and not host.startswith("["):  # To gRPC all of it would be the host.
         raise InvalidArgumentError(name, value, "must be host:port, with brackets around an IPv6 address")

@@ -25,6 +25,7 @@ from corun.params import (
     SamplingParams,
     check_request_id,
     check_seed,
+    whole_number,
 )
 from corun.types import Priority
 
@@ -300,9 +301,9 @@ def _logit_bias(value: Any) -> dict[int, Any]:
         raise InvalidArgumentError("logit_bias", Shown(f"{len(value)} entries"), f"must be at most {MAX_LOGIT_BIAS}")
     found: dict[int, Any] = {}
     for name, bias in value.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= 10) or int(name) in found:
+        if (token_id := whole_number(name)) is None or token_id in found:
             raise InvalidArgumentError("logit_bias", name, "must have token ids as names, each once")
-        found[int(name)] = bias
+        found[token_id] = bias
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from corun.completion import Generation, Prompt, Sample
 from corun.errors import InvalidArgumentError
-from corun.params import SamplingParams, check_seed, check_text, check_token_ids
+from corun.params import SamplingParams, check_seed, check_text, check_token_ids, whole_number
 from corun.types import Alternatives
 
 _ROW_FIELDS = ("id", "prompt", "seed", "params")
@@ -171,9 +171,8 @@ def params_from_dict(values: object, defaults: SamplingParams | None = None) -> 
 
 def _token_id(key: object) -> object:
     """Return the number that a key of an object spells. What is none is left for `SamplingParams` to refuse."""
-    if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20:  # Python reads no endless numbers.
-        return int(key)
-    return key
+    number = whole_number(key) if isinstance(key, str) else None
+    return key if number is None else number
 
 
 def short_fp32(value: float) -> float:

@@ -23,6 +23,7 @@ def test_all_kinds_have_a_name_and_a_meaning() -> None:
         ("std:shared", "must be shared or XpYd"),
         ("cluster:2x1", "must be shared or XpYd"),
         ("cluster:1p1d:many", "must end in a number of slots"),
+        ("cluster:1p1d:" + "9" * 5000, "must end in a number of slots"),  # Python reads no endless numbers.
         ("pd-std:colocated", "must be without colocated nodes"),
         ("pd-std:1p1d1c", "must be without colocated nodes"),
         ("colocated:colocated", "must be shared or XpYd"),
