@@ -9,6 +9,7 @@ import asyncio
 import logging
 import ssl
 import time
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +27,7 @@ from corun.gateway.live import Live
 from corun.gateway.pages import Pages
 from corun.gateway.playground import Playground
 from corun.gateway.requests import check_model
+from corun.gateway.streams import send_short
 from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 
@@ -163,6 +165,9 @@ class Gateway:
         answer: web.StreamResponse = await handler(request)
         if (self.activity.draining or was_not_asked(request)) and not answer.prepared:
             answer.force_close()
+        if isinstance(answer, web.Response):  # aiohttp would wait for ever until a client takes it.
+            with suppress(ConnectionError):  # aiohttp looks whether the client is gone, too.
+                await send_short(request, answer, self._config.client_timeout_s)
         return answer
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -41,6 +41,16 @@ async def send_whole(request: web.Request, parts: Iterable[str], timeout_s: floa
     return await answer.end(last) if answer.begun else web.Response(text=last, content_type=JSON)
 
 
+async def send_short(request: web.Request, answer: web.Response, timeout_s: float) -> None:
+    """Send a response that is no stream, such as a page. Raises ConnectionError as `send_whole` does."""
+
+    async def send() -> None:
+        await answer.prepare(request)
+        await answer.write_eof()
+
+    await _written(request, send(), answer.content_length or 0, timeout_s)
+
+
 class EventStream:
     """A response that is sent event by event. Its status is sent with the first event."""
 
@@ -57,17 +67,13 @@ class EventStream:
     async def send(self, text: str) -> None:
         """Send events. Raises ConnectionError if the client is gone, or reads nothing for too long."""
         response, data = self._response or await self._begin(), text.encode()
-        transport, is_stopped = self._request.transport, self._request.protocol.writing_paused
-        if transport is not None and (is_stopped or transport.get_write_buffer_size() + len(data) > MAX_BUFFERED):
-            await self._in_time(response.write(data))
-        else:
-            await response.write(data)
+        await _written(self._request, response.write(data), len(data), self._timeout_s)
 
     async def end(self, text: str) -> web.StreamResponse:
         """Send the last events and end the response."""
         await self.send(text)
         assert self._response is not None
-        await self._in_time(self._response.write_eof())
+        await _in_time(self._request, self._response.write_eof(), self._timeout_s)
         return self._response
 
     async def _begin(self) -> web.StreamResponse:
@@ -77,10 +83,20 @@ class EventStream:
         self._response = response
         return response
 
-    async def _in_time(self, writing: Coroutine[Any, Any, None]) -> None:
-        try:
-            await asyncio.wait_for(writing, self._timeout_s)
-        except asyncio.TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client takes nothing") from None
+
+async def _written(request: web.Request, writing: Coroutine[Any, Any, None], size: int, timeout_s: float) -> None:
+    """Write so many bytes, with a time limit if the client has so much to take that they may wait."""
+    transport, is_stopped = request.transport, request.protocol.writing_paused
+    if transport is not None and (is_stopped or transport.get_write_buffer_size() + size > MAX_BUFFERED):
+        await _in_time(request, writing, timeout_s)
+    else:
+        await writing
+
+
+async def _in_time(request: web.Request, writing: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(writing, timeout_s)
+    except asyncio.TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client takes nothing") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import ssl
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from corun.gateway.clients import Clients
 from corun.gateway.config import GatewayConfig
 from corun.gateway.streams import EventStream
 from corun.testing.cluster import WAIT_S
+from tests.answers import until
 from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import joined, read_events, serving
 from tests.secrets import Secrets
@@ -188,6 +190,21 @@ async def test_a_connection_that_says_nothing_is_closed(model: str) -> None:
         half[1].close()
         assert b" 200 " in await _ask(heard)  # A connection that has sent something may be quiet.
         heard[1].close()
+
+
+async def test_a_client_that_takes_no_page_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(model) as fake, serving(fake, client_timeout_s=0.2) as http:
+        asking = socket.create_connection(("127.0.0.1", http.gateway.port))
+        try:
+            asking.setblocking(False)
+            request = b"GET /playground HTTP/1.1\r\nHost: x\r\n\r\n"
+            await asyncio.get_running_loop().sock_sendall(asking, request * 1000)  # More than the machine keeps.
+            server = http.gateway._runner.server
+            assert server is not None
+            await until(lambda: server.requests_count > 0 and not server.connections)
+        finally:
+            asking.close()
+    assert not caplog.records
 
 
 async def test_a_client_that_leaves_is_not_an_error_of_ours(
