@@ -21,6 +21,8 @@ STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pypr
 # Which checkout the environment imports. Only `make setup` gives it to another one, unless that one is gone.
 OWNER := $(VENV)/.checkout
 export UV_HTTP_TIMEOUT ?= 300
+# What uv says of each package, except of downloads that take long.
+NOISE := /^ ([-+~]|Downloaded) /d; /^Downloading .*\(([0-9.]+KiB|[0-9]{1,2}\.[0-9]MiB)\)$$/d
 
 .PHONY: help setup demo chat test test-all chaos fuzz check proto docs docs-site fmt lock release-check clean distclean
 
@@ -58,7 +60,7 @@ $(STAMP): | $(LOCK) $(TOOL)
 	@echo "$(CURDIR)" > "$(OWNER)"
 	@echo "==> packages of $(LOCK) (a few GB the first time)"
 	@# Compiled now: where bytecode is not written later, every start of an engine would compile torch and vLLM again.
-	@$(UV) pip sync --python $(PY) --require-hashes --compile-bytecode $(LOCK)
+	@$(UV) pip sync --python $(PY) --require-hashes --compile-bytecode $(LOCK) 2>&1 | sed -uE '$(NOISE)' >&2
 	@$(UV) pip install --python $(PY) --quiet --offline --no-deps --no-build-isolation --editable .
 	@echo "==> the model that make demo and make chat talk with (93 MB the first time)"
 	@$(PY) -m corun model --name smollm2 || { [ $$? = 4 ] && echo "make setup: went on without smollm2" >&2; }

@@ -80,3 +80,27 @@ def test_a_checkout_that_is_gone_owns_nothing(checkouts: tuple[Checkout, Checkou
     mine, other = checkouts
     shutil.rmtree(mine.directory)
     assert other.make("test")[0] == 0
+
+
+UV_SAYS = """Resolved 257 packages in 1.20s
+Downloading tiktoken (1.2MiB)
+Downloading torch (506.0MiB)
+Downloading numba (998.2KiB)
+ Downloaded tiktoken
+Prepared 257 packages in 42.17s
+ - setuptools==65.5.0
+ + agent-detector==2.0.0
+ ~ anyio==4.16.0
+"""
+
+
+def test_setup_shows_no_list_of_packages_and_fails_where_they_do(checkouts: tuple[Checkout, Checkout]) -> None:
+    mine, _ = checkouts
+    for stamp in mine.venv.glob(".corun-*"):
+        stamp.unlink()
+    (mine.venv / "bin" / "uv").write_text(f"#!/bin/sh\ncat >&2 << END\n{UV_SAYS}END\nexit 3\n")
+    code, said = mine.make("setup")
+    shown = [line for line in UV_SAYS.splitlines() if line in said]
+    assert shown == ["Resolved 257 packages in 1.20s", "Downloading torch (506.0MiB)", "Prepared 257 packages in 42.17s"]
+    assert code == 2
+    assert not list(mine.venv.glob(".corun-*"))
