@@ -443,8 +443,8 @@ _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "top_p": lambda f, v: _real(f, v, 1e-9, 1),  # Engines hold top_p in fp32, where the smallest numbers become 0.
     "top_k": lambda f, v: _integer(f, v, 0, _INT31),
     "min_p": lambda f, v: _real(f, v, 0, 1),
-    "max_tokens": lambda f, v: _integer(f, v, 1, _UINT32, "must be at least 1"),
-    "min_tokens": lambda f, v: _integer(f, v, 0, _UINT32, "must be at least 0"),
+    "max_tokens": lambda f, v: _integer(f, v, 1, _UINT32),
+    "min_tokens": lambda f, v: _integer(f, v, 0, _UINT32),
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
     "ignore_eos": _flag,

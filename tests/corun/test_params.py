@@ -90,6 +90,10 @@ def test_a_refusal_reads_well() -> None:
         SamplingParams(top_p=1.5)
     with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.stop = 1000 strings: must be at most 16$"):
         SamplingParams(stop=["x"] * 1000)
+    with pytest.raises(
+        InvalidArgumentError, match=r"^sampling_params\.max_tokens = 4294967296: must be in \[1, 4294967296\)$"
+    ):
+        SamplingParams(max_tokens=2**32)
 
 
 def test_normal_forms() -> None:
