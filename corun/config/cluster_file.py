@@ -94,7 +94,8 @@ class Security(LinkConfig):
     tls_clients: bool = False
     """Clients must show a certificate, too."""
     client_tokens_file: str = ""
-    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]."""
+    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low]
+    [weight=N] [operator]."""
     insecure: bool = False
     """Serve on a public address without TLS and tokens."""
 
