@@ -193,7 +193,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _load(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         row = line.decode(errors="replace").strip()
     if not isinstance(row, dict):

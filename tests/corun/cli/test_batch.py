@@ -193,6 +193,14 @@ def test_every_row_is_checked_before_the_first_is_sent(
     assert not output.exists()
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt_file(corun: Any, tmp_path: Path, output: Path) -> None:
+    """Editors on Windows write one. Data sets and bodies over HTTP may have it, too."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    done = corun("batch", source, "-o", output)
+    assert (done.code, done.err) == (0, f"{output}: 1 finished of 1 prompts\n")
+
+
 def test_files_that_cannot_be(corun: Any, tmp_path: Path, six: Path, output: Path) -> None:
     missing = corun("batch", tmp_path / "none.jsonl", "-o", output)
     assert (missing.code, missing.err) == (2, f"corun: {tmp_path}/none.jsonl: No such file or directory\n")
