@@ -149,7 +149,7 @@ class Supervisor:
             if self._stopping.is_set():
                 break
             lived_s = time.monotonic() - started
-            quick_deaths = quick_deaths + 1 if lived_s < SETTLED_S else 1
+            quick_deaths = quick_deaths + 1 if lived_s < SETTLED_S else 0
             killer = signal.SIGKILL if code == KILLED else max(0, -code)
             cause = f"killed by signal {killer:d}" if killer else f"exit code {code}"
             if self._is_killed:

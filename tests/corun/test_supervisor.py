@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,14 @@ def test_quick_deaths_are_given_up(
     assert (status.state, status.deaths) == (ProcessState.FAILED, deaths)
     said = "\nno such model" if "model" in code else ""
     assert re.fullmatch(rf"exit code {exit_code} after \d+ s{said}", status.detail)
+
+
+def test_a_death_after_a_long_life_is_no_quick_one(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((0.0, 1000.0, 1000.0, 1001.0, 1001.0, 1002.0, 1002.0, 1003.0))
+    monkeypatch.setattr(policy, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    supervisor = Supervisor("node", python("raise SystemExit(1)"), log)
+    wait_for(lambda: has_ended(supervisor), "given up")
+    assert (supervisor.status().state, supervisor.status().deaths) == (ProcessState.FAILED, 4)
 
 
 def test_the_delay_doubles_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
