@@ -290,7 +290,8 @@ class Running:
             self._thread.start()
             return started.result()
         except BaseException:  # Also Ctrl-C, which must leave no thread.
-            self.__exit__()
+            with contextlib.suppress(RuntimeError):  # A thread that is not known to run yet ends by itself.
+                self.__exit__()
             raise
 
     def __exit__(self, *error: Any) -> None:
@@ -298,18 +299,10 @@ class Running:
         self._thread.join()
 
     async def _live(self, started: Future[LocalCluster]) -> None:
-        """Run the cluster, or start it, until that is over."""
-        running = asyncio.ensure_future(self._run(started))
-        await asyncio.wait((running, asyncio.wrap_future(self._over)), return_when=asyncio.FIRST_COMPLETED)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-
-    async def _run(self, started: Future[LocalCluster]) -> None:
         try:
             async with self._context as cluster:
                 started.set_result(cluster)
-                await asyncio.Event().wait()
+                await asyncio.wrap_future(self._over)
         except Exception as error:
             if started.done():
                 raise

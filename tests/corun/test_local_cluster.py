@@ -155,7 +155,7 @@ def test_an_interrupted_start_leaves_no_thread_and_no_directory(
 
     async def start(self: LocalCluster, **counts: int) -> None:
         signal.pthread_kill(main, signal.SIGINT)
-        await asyncio.sleep(10)
+        await asyncio.sleep(0.1)
 
     monkeypatch.setattr(LocalCluster, "start", start)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
