@@ -35,7 +35,7 @@ class Batch:
     Each output line is a finished prompt with its token ids, log probabilities and receipt, in order of completion.
     Sampling options are the defaults of rows that do not set them.
     Beside the output, NAME.contracts.jsonl gets the contracts that the rows were drawn under, which `corun diff` reads.
-    Routers that ask for tokens give them to operators only.
+    For clients that are no operators, routers leave the values of environment variables out of them.
     A prompt that the cluster refuses is reported at the end, with exit code 2. The other prompts still run.
     A file whose first line has a custom_id is one of OpenAI's batch files, and so is then the output: requests for
     /v1/completions and /v1/chat/completions. There a refused or broken line has a line with the error.

@@ -95,8 +95,8 @@ class Fingerprint:
 
 
 def contract_lines(status: ClusterStatus) -> list[str]:
-    """Return the contracts of a cluster's nodes as lines of JSON, which `of_file` reads. A router gives them to
-    operators; to others there are none."""
+    """Return the contracts of a cluster's nodes as lines of JSON, which `of_file` reads. A contract that a router could
+    not read has none."""
     lines = []
     for node in [node for node in status.nodes if node.node.contract_json]:
         ref = {"node_id": node.node.ref.node_id, "state": node.state.value, "fingerprint": status.fingerprint}
