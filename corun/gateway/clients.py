@@ -7,6 +7,7 @@ request on with the token that it came with, so the routers decide who may do wh
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -31,6 +32,8 @@ HEALTH_FRESH_S = 1.0
 """The time in seconds for which an answer about the cluster's health is reused."""
 RETRY_S = 1.0
 
+log = logging.getLogger(__name__)
+
 
 class Clients:
     """SDK clients by token. When there are too many tokens, the least recently used one without calls is dropped."""
@@ -44,7 +47,7 @@ class Clients:
     @contextmanager
     def lease(self, token: str, calls: int = 1) -> Iterator[AsyncClient]:
         """Yield an SDK client that shows `token`, for `calls` calls. Raises OverloadedError if too many tokens are in
-        use."""
+        use, and UnavailableError if a file of the gateway cannot be used any more."""
         if token not in self._kept:
             if len(self._kept) >= self._config.max_tokens_kept:
                 self._drop_one()
@@ -52,7 +55,7 @@ class Clients:
         self._kept.move_to_end(token)
         running = self._kept[token]
         client = next((each for each, count in running.items() if not count or count + calls <= MAX_CALLS), None)
-        client = client or AsyncClient(**self._config.arguments(token))
+        client = client or self._new(token)
         running[client] = running.get(client, 0) + calls
         try:
             yield client
@@ -69,6 +72,13 @@ class Clients:
         for token in list(self._kept):
             self._drop(token)
         await asyncio.gather(*self._closing)
+
+    def _new(self, token: str) -> AsyncClient:
+        try:
+            return AsyncClient(**self._config.arguments(token))
+        except InvalidArgumentError as error:  # It was fit at the start, and its path is no client's business.
+            log.error("no client of the routers can be made: %s", error)
+            raise UnavailableError("the gateway cannot call the routers now", RETRY_S) from error
 
     def _drop_one(self) -> None:
         idle = next((token for token, running in self._kept.items() if not any(running.values())), None)

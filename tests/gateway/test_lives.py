@@ -240,6 +240,17 @@ async def test_the_first_error_of_several_streams_ends_all() -> None:
     assert sorted(ended) == [0, 1]
 
 
+def test_a_file_that_cannot_be_used_any_more_is_no_fault_of_a_client(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca = Secrets.make(tmp_path).path("ca.pem")
+    clients = Clients(GatewayConfig(tls_ca=ca))
+    Path(ca).unlink()
+    with pytest.raises(UnavailableError, match=r"^the gateway cannot call the routers now$"), clients.lease("token"):
+        pass
+    assert "tls_ca = " in caplog.text
+
+
 async def test_https_and_renewed_certificates(model: str, tmp_path: Path) -> None:
     secrets = Secrets.make(tmp_path)
     files = {"https_cert": secrets.path("member.pem"), "https_key": secrets.path("member.key")}
