@@ -61,6 +61,8 @@ class Verify:
     )
 
     def run(self) -> int:
+        if self.output is not None:
+            self._check_output(self.output)
         with self.cluster.client() as client:
             found = Verification(self._cases(client), self.conditions, order_seed=self.order_seed)
             try:
@@ -72,6 +74,14 @@ class Verify:
                 raise
         self._print(found.report)
         return 0 if found.report.match else 3
+
+    def _check_output(self, output: Path) -> None:
+        """Raise an error now if the report cannot be written, or would take the place of what is verified."""
+        output.open("a").close()
+        if any(
+            path is not None and path.exists() and output.samefile(path) for path in (self.results, self.reproduction)
+        ):
+            raise InvalidArgumentError("output", str(output), "must not be what is verified")
 
     def _print(self, report: Report) -> None:
         line = to_line(report.to_dict())

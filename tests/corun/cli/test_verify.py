@@ -272,6 +272,16 @@ def reproduction(results: Path, tmp_path: Path) -> Path:
     return write_rows(tmp_path / "audit.json", row | {"audit": {"receipt": row["receipt"] | {"seed": 1}}})
 
 
+def test_a_report_that_cannot_be_written_is_refused_first(corun: Any, fake: FakeRouter, results: Path) -> None:
+    """Results are evidence: a report does not take their place."""
+    before, missing = results.read_bytes(), results.parent / "none" / "report.json"
+    done = corun("verify", results, "-o", missing)
+    assert (done.code, done.err) == (2, f"corun: {missing}: No such file or directory\n")
+    done = corun("verify", results, "-o", results)
+    assert (done.code, "must not be what is verified" in done.err) == (2, True)
+    assert (results.read_bytes(), fake.verified) == (before, [])
+
+
 def test_what_an_audit_found_is_run(corun: Any, fake: FakeRouter, reproduction: Path) -> None:
     assert corun("verify", "--reproduction", reproduction, "--json").code == 0
     (row,) = read_rows(reproduction)
