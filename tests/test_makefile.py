@@ -101,6 +101,10 @@ def test_setup_shows_no_list_of_packages_and_fails_where_they_do(checkouts: tupl
     (mine.venv / "bin" / "uv").write_text(f"#!/bin/sh\ncat >&2 << END\n{UV_SAYS}END\nexit 3\n")
     code, said = mine.make("setup")
     shown = [line for line in UV_SAYS.splitlines() if line in said]
-    assert shown == ["Resolved 257 packages in 1.20s", "Downloading torch (506.0MiB)", "Prepared 257 packages in 42.17s"]
+    assert shown == [
+        "Resolved 257 packages in 1.20s",
+        "Downloading torch (506.0MiB)",
+        "Prepared 257 packages in 42.17s",
+    ]
     assert code == 2
     assert not list(mine.venv.glob(".corun-*"))
