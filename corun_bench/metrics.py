@@ -207,16 +207,16 @@ def mismatches(first: Run, again: Run) -> tuple[dict[str, Any], list[int]]:
     """Compare the token ids and the fp32 bits of log probabilities of two runs of one workload, by request.
 
     Return the row of a result file, without system and workload; and the indices of requests that are missing or failed
-    in a run, or have log probabilities in only one of them.
+    in a run, have neither tokens nor log probabilities, or have them in only one of the two.
     """
     before, after = ({outcome.request.index: outcome for outcome in run.outcomes} for run in (first, again))
     compared, not_compared = [], []
     for index in sorted(before.keys() | after.keys()):
         a, b = before.get(index), after.get(index)
-        if a is None or b is None or a.error or b.error or bool(a.logprobs) != bool(b.logprobs):
-            not_compared.append(index)
-        else:
+        if a and b and not (a.error or b.error) and (told := _told(a)) == _told(b) and any(told):
             compared.append((a, b))
+        else:
+            not_compared.append(index)
     tokens = [a.token_ids != b.token_ids for a, b in compared]
     bits = [fp32_bits(a.logprobs) != fp32_bits(b.logprobs) for a, b in compared]
     row = {
@@ -226,6 +226,11 @@ def mismatches(first: Run, again: Run) -> tuple[dict[str, Any], list[int]]:
         "tokens_only": sum(not a.logprobs for a, _ in compared),
     }
     return {**row, "rate": mismatch_rate(row)}, not_compared
+
+
+def _told(outcome: Outcome) -> tuple[bool, bool]:
+    """Return whether a request's tokens and log probabilities are known: a foreign system may tell neither."""
+    return bool(outcome.token_ids), bool(outcome.logprobs)
 
 
 def fp32_bits(values: Sequence[float]) -> bytes:

@@ -182,5 +182,8 @@ def test_what_cannot_be_compared_is_named_and_not_counted_as_equal() -> None:
     found, not_compared = mismatches(first, again)
     assert (found["requests"], found["tokens_only"], not_compared) == (1, 1, [1, 2, 3, 4])
     assert mismatches(run(), run())[0]["rate"] is None
+    blind = run(sampled(0, [], [])), run(sampled(0, [], []))
+    found, not_compared = mismatches(*blind)
+    assert (found["requests"], found["rate"], not_compared) == (0, None, [0]), "a server that tells no tokens"
     assert fp32_bits([0.1, math.nan]) == fp32_bits([float(np.float32(0.1)), math.nan])
     assert fp32_bits([-1e300]) == fp32_bits([-math.inf]), "a foreign system may send anything"
