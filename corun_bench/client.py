@@ -38,6 +38,8 @@ on a connection that is being closed."""
 MAX_EVENT_BYTES = 2**24
 MAX_SHOWN = 200
 """The number of characters of a server's error that are kept."""
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What JSON of another shape than expected raises where it is read."""
 
 
 Received = tuple[float, pb.GenerateResponse | bytes]
@@ -213,7 +215,7 @@ class OpenAiTarget(Target):
             return str(json.loads(body)["data"][0]["id"])
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise UnavailableError(f"{where}: {type(error).__name__}: {error}") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except _MALFORMED as error:
             raise UnavailableError(f"{where} lists no model") from error
 
     async def run(self, outcome: Outcome, *, logprobs: bool) -> None:
@@ -270,7 +272,7 @@ class _Answer:
             for choice in event.get("choices") or ():
                 self._take_choice(choice, total, now)
             self._total = self._total if total is None else int(total)
-        except (AttributeError, TypeError, ValueError) as bad:
+        except _MALFORMED as bad:
             raise UnavailableError(f"an event of another shape: {_text(data)}") from bad
         if error:
             text = error.get("message", error) if isinstance(error, dict) else error
@@ -313,7 +315,7 @@ def _message(body: bytes) -> str:
     """Return the message of an error: the field of OpenAI's format, or else the whole text."""
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except _MALFORMED:
         return _text(body)
 
 

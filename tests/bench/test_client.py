@@ -216,6 +216,9 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
     "error": ([token(), event({"error": {"message": "no room"}}), DONE], "in the stream: no room"),
     "text": ([event(b"<html>")], "another shape"),
     "shape": ([event({"choices": [5]})], "another shape"),
+    "logprobs": ([event({"choices": [{"text": "a", "logprobs": {"content": []}}]})], "another shape"),
+    "depth": ([event(b"[" * 100_000)], "another shape"),
+    "endless": ([token(), event(b'{"choices": [], "usage": {"completion_tokens": 1e999}}')], "another shape"),
     "count": ([token(), token(), token(reason="length", **usage(7)), DONE], "7 tokens|7 of 3 tokens"),
 }
 
