@@ -277,7 +277,7 @@ class Benchmark:
             "repeat": repeat,
             "max_concurrency": workload.max_concurrency,
             "request_rate": workload.request_rate if workload.is_open else None,
-            "burstiness": self.options.burstiness,
+            "burstiness": self.options.burstiness if math.isfinite(self.options.burstiness) else "inf",  # As in vLLM.
         }
         self.result["runs"].append(row | summary)
         self._save()

@@ -45,7 +45,7 @@ class BenchOptions(SharedOptions):
     request_rate: float = math.inf
     """Requests a second; inf: a closed loop that sends the next when one ends."""
     burstiness: float = 1.0
-    """Burstiness of an open loop's gaps: 1 is Poisson, less is burstier."""
+    """Burstiness of an open loop's gaps: 1 is Poisson, less is burstier; inf: all are equal."""
     seed: int = 0
     """Seed of prompts, arrivals and requests."""
     logprobs: bool = False

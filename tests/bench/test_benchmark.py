@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -112,6 +113,13 @@ async def test_a_workload_at_another_rate_is_warmed_up_and_compared_once(
     assert [row["workload"] for row in one.result["mismatches"]] == ["in=8,out=4,rate=900", "in=8,out=5,rate=990"]
     warmed, timed, compared = 2, 6, 6 + 3
     assert len(target.prompts) == 3 * timed + 2 * (warmed + compared)
+
+
+async def test_even_gaps_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over(monkeypatch, std=FakeTarget())
+    one = made(tmp_path, systems="std", request_rate=900.0, burstiness=math.inf)
+    await one.run()
+    assert {run["burstiness"] for run in results.read(tmp_path / "result.json")["runs"]} == {"inf"}
 
 
 async def test_requests_that_warm_up_have_short_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
