@@ -58,6 +58,7 @@ class Outcome:
 
     request: Request
     sent_s: float = 0.0
+    """The time at which it was sent, or would have been if others had not filled an open loop's `max_concurrency`."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """When each message with tokens came, and how many tokens it held."""
     token_ids: list[int] = field(default_factory=list)
@@ -117,10 +118,9 @@ async def drive(
     outcomes = [Outcome(request=request) for request in workload.requests]
 
     async def one(outcome: Outcome) -> None:
-        outcome.sent_s = time.monotonic()
         drawing = target.run(outcome, logprobs=logprobs)
         try:
-            await asyncio.wait_for(drawing, max(0.001, began + timeout_s - outcome.sent_s))
+            await asyncio.wait_for(drawing, max(0.001, began + timeout_s - time.monotonic()))
         except asyncio.TimeoutError:
             outcome.error = f"not done {timeout_s:g} s after the run began"
         except CorunError as error:
@@ -131,10 +131,12 @@ async def drive(
     async def work(waiting: Iterator[Outcome]) -> None:
         """Send the next request when one ends (paper, Section V)."""
         for outcome in waiting:
+            outcome.sent_s = time.monotonic()
             await one(outcome)
 
     async def send_at(outcome: Outcome, gate: asyncio.Semaphore) -> None:
         await asyncio.sleep(began + outcome.request.arrival_s - time.monotonic())
+        outcome.sent_s = time.monotonic()
         async with gate:
             await one(outcome)
 

@@ -1,9 +1,11 @@
 """The metrics of a run, from the times at which tokens came; named and defined as in `vllm bench serve`.
 
 Keys that vLLM's --save-result has mean the same here (calculate_metrics in vllm/benchmarks/serve.py), with these
-differences: a message's tokens are counted, not messages; `ttfts` is in milliseconds. Failed requests count in `failed`
-and in what the system did over time (timeline, decode peak, slot occupancy), and nowhere else. Every number is finite,
-so that it can be written as JSON; a number that does not exist is None. This module must not know systems or files.
+differences: a message's tokens are counted, not messages; `ttfts` is in milliseconds; in an open loop, the time for
+which `max_concurrency` holds a request back is part of its latencies, or a system would seem to carry any rate. Failed
+requests count in `failed` and in what the system did over time (timeline, decode peak, slot occupancy), and nowhere
+else. Every number is finite, so that it can be written as JSON; a number that does not exist is None. This module must
+not know systems or files.
 """
 
 from __future__ import annotations
