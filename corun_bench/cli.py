@@ -61,8 +61,8 @@ class Bench(BenchOptions):
 class Compare:
     """Compare two result files of corun bench.
 
-    The table has a row for each workload and system. Numbers are medians over repeats. The range behind a ratio goes
-    from the worst pair of repeats to the best. A ratio whose range contains 1 shows no difference.
+    The table has a row for each workload, load and system. Numbers are medians over repeats. The range behind a ratio
+    goes from the worst pair of repeats to the best. A ratio whose range contains 1 shows no difference.
 
     examples:
       corun bench compare monday.json tuesday.json

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corun_bench import tables
-from corun_bench.results import Json, Spread, leaves, median_of, merge, mismatch_rate, spread_of
+from corun_bench.results import Json, Spread, leaves, load_of, median_of, merge, mismatch_rate, spread_of
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}
@@ -16,18 +16,21 @@ LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50"
 def compare(first: Json, second: Json) -> dict[str, Any]:
     """Return the comparison as plain values for JSON.
 
-    {"differing": {condition: [a, b]}, "rows": [{"workload", "system", metric: [a, b], …, "ratio": […] | None}]}
+    {"differing": {condition: [a, b]}, "rows": [{"workload", "max_concurrency", "request_rate", "system",
+     metric: [a, b], …, "ratio": […] | None}]}
     A ratio is [median, smallest, largest]. A metric that a file does not have is None.
     """
     both = [merge({"": one}) for one in (first, second)]
     rows = []
-    for cell in dict.fromkeys((run["workload"], run["system"]) for one in both for run in one.runs):
-        workload, system = cell
-        runs = [[run for run in one.runs if (run["workload"], run["system"]) == cell] for one in both]
+    for cell in dict.fromkeys((*load_of(run), run["system"]) for one in both for run in one.runs):
+        workload, concurrency, rate, system = cell
+        runs = [[run for run in one.runs if (*load_of(run), run["system"]) == cell] for one in both]
         again = [one.mismatch(system, workload) for one in both]
         rows.append(
             {
                 "workload": workload,
+                "max_concurrency": round(concurrency) or None,
+                "request_rate": rate or None,
                 "system": system,
                 "repeats": [len(runs[0]), len(runs[1])],
                 "ratio": ratio(*(spread_of(of_file, THROUGHPUT) for of_file in runs)),
@@ -74,7 +77,8 @@ def show(comparison: Mapping[str, Any]) -> None:
         rate = "-" if found is None else f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"
         latencies = [_pair(row[key], "{:.1f}") for key in LATENCIES.values()]
         speed, mismatches = _pair(row[THROUGHPUT], "{:.1f}"), _pair(row["mismatch_rate"], "{:.2%}")
-        table.add_row(row["workload"], row["system"], speed, rate, *latencies, mismatches)
+        title = tables.title_of((row["workload"], row["max_concurrency"] or 0, row["request_rate"] or 0))
+        table.add_row(title, row["system"], speed, rate, *latencies, mismatches)
     console.print(table)
 
 

@@ -210,6 +210,12 @@ def _concurrency(run: Json) -> float:
     return number(run, "max_concurrency") or 0.0
 
 
+def load_of(run: Json) -> tuple[str, float, float]:
+    """Return what repeats have in common: the workload, the requests in flight, and those sent a second; 0 for a number
+    that was not set."""
+    return run["workload"], _concurrency(run), number(run, "request_rate") or 0.0
+
+
 def spread_of(runs: Iterable[Json], key: str) -> Spread | None:
     """Return the spread of one metric over repeats; None if no repeat has it."""
     values = [value for run in runs if (value := number(run, key)) is not None]

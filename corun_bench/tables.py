@@ -22,6 +22,7 @@ from corun_bench.results import (
     in_order,
     is_ablation,
     leaves,
+    load_of,
     mapping,
     median_of,
     number,
@@ -182,19 +183,25 @@ def columns(table: Table) -> list[str]:
 
 
 def _by_workload(results: Results, baseline: str, cells: Callable[..., dict[str, Cell]]) -> Table:
-    """Return a table with a section per workload and concurrency.
+    """Return a table with a section per workload and load.
 
     cells: makes a row of a system, a workload, the repeats of the one on the other, and the baseline's repeats.
     """
     sections: dict[str, Rows] = {}
-    for workload in dict.fromkeys(run["workload"] for run in results.runs):
-        for concurrency in results.concurrencies(workload):
-            base = results.runs_of(workload, baseline, concurrency)
-            title = workload + (f", {_digits(concurrency)} in flight" if concurrency else "")
-            for name in results.names:
-                if runs := results.runs_of(workload, name, concurrency):
-                    sections.setdefault(title, []).append((name, cells(name, workload, runs, base)))
+    order = list(dict.fromkeys(run["workload"] for run in results.runs))
+    for load in sorted({load_of(run) for run in results.runs}, key=lambda load: (order.index(load[0]), *load[1:])):
+        runs = [run for run in results.runs if load_of(run) == load]
+        of = {name: [run for run in runs if run["system"] == name] for name in results.names}
+        rows = [(name, cells(name, load[0], own, of.get(baseline, []))) for name, own in of.items() if own]
+        sections[title_of(load)] = rows
     return _without_empty(sections)
+
+
+def title_of(load: tuple[str, float, float]) -> str:
+    """Return the name of a workload with its load (`load_of`)."""
+    workload, concurrency, rate = load
+    title = workload + (f", {_digits(concurrency)} in flight" if concurrency else "")
+    return title + (f", {rate:g} a second" if rate and "rate=" not in workload else "")
 
 
 def systems(results: Results) -> Table:

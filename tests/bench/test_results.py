@@ -129,6 +129,22 @@ def test_a_comparison_has_every_cell_of_both_files() -> None:
     assert ratio(spread_of_two(0.0, 0.0), spread_of_two(1.0, 1.0)) is None
 
 
+def test_runs_at_other_loads_are_no_repeats_of_each_other() -> None:
+    first = result(*(row("std", 10.0 * count, max_concurrency=count) for count in (1, 64)))
+    second = result(*(row("std", 10.0 * count, max_concurrency=count) for count in (64, 256)))
+    second["runs"].append(row("std", 5.0, max_concurrency=64, request_rate=2.0))
+    found = [
+        (one["max_concurrency"], one["request_rate"], one["repeats"], one["output_throughput"])
+        for one in compare(first, second)["rows"]
+    ]
+    assert found == [
+        (1, None, [1, 0], [10.0, None]),
+        (64, None, [1, 1], [640.0, 640.0]),
+        (256, None, [0, 1], [None, 2560.0]),
+        (64, 2.0, [0, 1], [None, 5.0]),
+    ]
+
+
 def test_the_command_prints_warnings_a_table_and_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
