@@ -377,6 +377,7 @@ class Benchmark:
                 tokenize=self._tokenize,
                 request_rate=self.options.request_rate,
                 burstiness=self.options.burstiness,
+                opening=f"Part {number}. " if number else "",  # A data set has the same records each time.
             )
         return replace(self._made[key], max_concurrency=concurrency)
 

@@ -187,16 +187,18 @@ def make(
     tokenize: Tokenize,
     request_rate: float = math.inf,
     burstiness: float = 1.0,
+    opening: str = "",
 ) -> Workload:
     """Return the workload of a spec; a rollout has its own number of requests, whatever `num_requests` is.
 
     What had to be changed is logged: requests that were cut, records left out, prompts used again. The spec's own rate
     goes before `request_rate`; an infinite one is a closed loop. `tokenize` gets raw text: no chat template is applied.
+    `opening` begins each prompt of text, so that prefix caches know none of those with another one.
     The numbers are those of checked options (`corun_bench.options`). Raises InvalidArgumentError for a file of another
     shape.
     """
     request_rate = spec.rate or request_rate
-    maker = _Maker(spec, vocab_size, seed, tokenize)
+    maker = _Maker(spec, vocab_size, seed, tokenize, opening)
     made = maker.samples(spec.prompts or num_requests)
     fitted = []
     for sample in made:
@@ -239,12 +241,13 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> tuple[int, int]:
 class _Maker:
     """Makes prompts in their order, with lengths as the data set has them."""
 
-    def __init__(self, spec: Spec, vocab_size: int, seed: int, tokenize: Tokenize) -> None:
+    def __init__(self, spec: Spec, vocab_size: int, seed: int, tokenize: Tokenize, opening: str) -> None:
         self.left_out = 0
         """The number of records that cannot be used: failed, too short or too long, of another model or shape."""
         self.repeated = 0
         """The number of prompts that are used again, because the data set has too few."""
         self._spec, self._vocab_size, self._seed, self._tokenize = spec, vocab_size, seed, tokenize
+        self._opening = opening
 
     def samples(self, count: int) -> list[_Sample]:
         if self._spec.kind == "sharegpt":
@@ -264,7 +267,7 @@ class _Maker:
             if len(samples) == count:
                 break
             said, answered = turns[row]
-            prompt, answer = tuple(self._tokens(said)), len(self._tokens(answered))
+            prompt, answer = tuple(self._tokens(self._opening + said)), len(self._tokens(answered))
             output_len = self._spec.output_len or answer
             fits = len(prompt) <= MAX_PROMPT_TOKENS and len(prompt) + output_len <= MAX_TOTAL_TOKENS
             # A length that the user gave may be short: vLLM checks only what the data set has.
@@ -284,7 +287,7 @@ class _Maker:
             again = f"Once more, {i // len(edits)}. " if i >= len(edits) else ""
             code, change = edits[row]
             text = (
-                f"{again}Here is a file:\n```\n{code}\n```\nChange it as follows:\n"
+                f"{self._opening}{again}Here is a file:\n```\n{code}\n```\nChange it as follows:\n"
                 f"{change}\nAnswer with the whole new file and nothing else.\n"
             )
             samples.append(_Sample(tuple(self._tokens(text)), self._spec.output_len or BLAZEDIT_OUTPUT_TOKENS))

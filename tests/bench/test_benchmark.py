@@ -144,6 +144,24 @@ async def test_no_prompt_of_a_timed_run_was_there_before(tmp_path: Path, monkeyp
     assert again.prompts == target.prompts, "systems get the same prompts"
 
 
+async def test_no_text_of_a_timed_run_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster still has the beginnings of earlier runs' prompts, and the few records come again in each run."""
+    target = FakeTarget()
+    over(monkeypatch, cluster=target)
+    one = made(tmp_path, systems="cluster", max_concurrency=(4,), num_prompts=8)
+    one._specs = workloads.expand(["blazedit,out=2", "sharegpt,out=2"])
+    one.prepare()
+    await one.run()
+    starts: dict[tuple[int, ...], set[int]] = {}
+    for place, prompt in enumerate(target.prompts):
+        starts.setdefault(prompt[:16], set()).add(place)
+    warmed, timed, compared = 2, 2 * 8, 8 + 3
+    run_of = [0] * warmed + [1] * 8 + [2] * 8 + [3] * compared
+    of_run = [sorted({run_of[place % len(run_of)] for place in places}) for places in starts.values()]
+    assert len(target.prompts) == 2 * (warmed + timed + compared)
+    assert all(len(runs) == 1 for runs in of_run), of_run
+
+
 async def test_what_does_not_start_is_said_and_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
