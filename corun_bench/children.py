@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,21 +107,21 @@ class Processes:
             time.sleep(_FINISH_POLL_S if waiting else 0.0)
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
-        """Send SIGTERM and return the exit code. Whatever is left of the process and its descendants is killed.
+        """Send SIGTERM and return the exit code, -9 if the process does not end in time.
 
-        Raises subprocess.TimeoutExpired if the process does not end in time.
+        Whatever is left of it and its descendants is killed.
         """
         process, tree = self._let_go(name)
         process.send_signal(signal.SIGTERM)
-        try:
-            return process.wait(timeout_s)
-        finally:
-            _end(process, tree, 2.0)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+        return _end(process, tree, 2.0)
 
-    def kill(self, name: str, step_s: float = 2.0) -> None:
-        """Kill a process (SIGKILL) and end all that it started. `step_s` is that of `corun.processes.end_tree`."""
+    def kill(self, name: str, step_s: float = 2.0) -> int:
+        """Kill a process (SIGKILL) and end all that it started; return its exit code. `step_s` is that of
+        `corun.processes.end_tree`."""
         process, tree = self._let_go(name)
-        _end(process, tree, step_s)
+        return _end(process, tree, step_s)
 
     def owners(self) -> dict[int, str]:
         """Return the process name that each process id belongs to, for the processes and all that they started."""
@@ -157,10 +158,11 @@ class Processes:
         return UnavailableError(f"{name} {how}{error}\n{self.tail(name)}")
 
 
-def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:
-    """End whatever is left of a process and its descendants."""
+def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> int:
+    """End whatever is left of a process and its descendants; return its exit code."""
     process.kill()
-    process.wait()
+    code = process.wait()
     end_tree(tree, step_s=step_s)
     if process.stdin is not None:
         process.stdin.close()
+    return code

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -138,22 +137,18 @@ class Nodes:
         ready = {status.node.ref.node_id for status in self._nodes() if status.state is NodeState.READY}
         return ready == self.topology.node_ids
 
-    def stop(self) -> dict[str, int | str]:
-        """Stop all processes and return their exit codes; "killed" for a process that had to be killed.
+    def stop(self) -> dict[str, int]:
+        """Stop all processes and return their exit codes; -9 for a process that had to be killed.
 
         A start that is in progress is given up, and its processes are killed: they do not handle signals yet.
         """
         is_starting = self._starting.locked()
         self._stopped.set()
 
-        def stop(name: str) -> int | str:
-            try:
-                if not is_starting:
-                    return self.processes.terminate(name, STOP_TIMEOUT_S)
-                self.processes.kill(name, step_s=0.5)
-            except subprocess.TimeoutExpired:
-                pass
-            return "killed"
+        def stop(name: str) -> int:
+            if is_starting:
+                return self.processes.kill(name, step_s=0.5)
+            return self.processes.terminate(name, STOP_TIMEOUT_S)
 
         with self._starting:
             pass  # It starts no more processes.

@@ -63,6 +63,16 @@ def test_each_is_asked_what_it_uses(tmp_path: Path) -> None:
         assert processes.terminate("b") == -15
 
 
+def test_one_that_does_not_end_when_it_is_asked_to_is_killed(tmp_path: Path) -> None:
+    """Its owner goes on: what was measured before is not lost, and the next system gets its turn."""
+    deaf = "import signal; signal.signal(15, 1); print('deaf', flush=True); signal.pause()"
+    with Processes(tmp_path) as processes:
+        processes.start("a", "timeit", "-n1", deaf)
+        while "deaf" not in processes.log("a"):
+            time.sleep(0.01)
+        assert processes.terminate("a", 0.1) == -9
+
+
 def test_what_a_killed_one_had_started_ends_with_it(tmp_path: Path) -> None:
     started = "import subprocess, time; subprocess.Popen(['sleep', '600'])"
     with Processes(tmp_path) as processes:
