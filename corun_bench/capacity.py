@@ -86,16 +86,28 @@ def measure(setup: CapacityOptions) -> dict[str, Any]:
 
 
 def sweep(setup: CapacityOptions, routers: Sequence[int], decode_nodes: Sequence[int]) -> dict[str, Any]:
-    """Measure with each of these numbers of routers and decode nodes, one after the other."""
+    """Measure with each of these numbers of routers and decode nodes, one after the other.
+
+    What cannot be measured is in the result as a text. Raises UnavailableError if nothing was measured.
+    """
     setups = [replace(setup, routers=number, decode_nodes=count) for number in routers for count in decode_nodes]
     for one in setups:
         one.check()
-    runs = [measure(one) for one in setups]
+    runs, failures = [], []
+    for one in setups:
+        try:
+            runs.append(measure(one))
+        except UnavailableError as error:  # The load may be more than the machine carries.
+            where = f"{_routers(one.routers)}, {one.decode_nodes} decode nodes"
+            failures.append(f"{where}: {str(error).splitlines()[0]}")
+    if not runs:
+        raise UnavailableError("; ".join(failures))
     carried = {str(number): 0 for number in routers}
     for found in [run["conditions"] for run in runs if run["carried"]]:
         name = str(found["routers"])
         carried[name] = max(carried[name], found["decode_nodes"])
-    return {"conditions": runs[0]["conditions"], "carried_decode_nodes": carried, "sweep": runs}
+    first = runs[0]["conditions"]
+    return {"conditions": first, "carried_decode_nodes": carried, "sweep": runs, "failures": failures}
 
 
 def is_carried(result: Mapping[str, Any]) -> bool:
@@ -290,6 +302,8 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(f"{verdict}: {wrong}, goal {run['goal_ms']:g} ms added up to p99")
     for number, count in result.get("carried_decode_nodes", {}).items():
         console.print(f"{_routers(int(number))}: {count} decode nodes carried")
+    for failure in result.get("failures", ()):
+        console.print(f"not measured: {failure}", style="red", soft_wrap=True)
 
 
 def _routers(number: int) -> str:

@@ -169,6 +169,8 @@ class RouterBench(CapacityOptions, OneLine):
       corun bench router --sweep 1 2 3 4          one decode node, then two, until there are too many
       corun bench router --sweep-routers 1 2      one router, then two at the same nodes
       corun bench router --repeats 5 -o cap.json  medians of five
+
+    The exit code is 1 if one of several numbers could not be measured.
     """
 
     sweep: tuple[int, ...] = ()
@@ -185,7 +187,7 @@ class RouterBench(CapacityOptions, OneLine):
             result = capacity.measure(self)
         capacity.show(result)
         self.finish(result)
-        return 0
+        return 1 if result.get("failures") else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,21 @@ def test_every_token_arrives_and_the_json_has_its_fields(
     assert RouterBench(**{**options, "sweep_routers": (3,)}).run() == 0
     assert "3 routers: 2 decode nodes carried" in capsys.readouterr().out
 
+    def failing(setup: CapacityOptions) -> dict[str, Any]:
+        """Stand in for a machine on which samples of more than two nodes never end."""
+        if setup.decode_nodes > 2:
+            raise UnavailableError("client-0 ended with 1: samples still run\nits log")
+        return measured(setup)
+
+    monkeypatch.setattr(capacity, "measure", failing)
+    assert RouterBench(**{**options, "sweep": (1, 3)}).run() == 1
+    *table, line = capsys.readouterr().out.splitlines()
+    trouble = "2 routers, 3 decode nodes: client-0 ended with 1: samples still run"
+    assert table[-1] == f"not measured: {trouble}"
+    assert (len(json.loads(line)["sweep"]), json.loads(line)["failures"]) == (1, [trouble])
+    with pytest.raises(UnavailableError, match="samples still run"):
+        RouterBench(**{**options, "sweep": (3, 4)}).run()
+
 
 def test_a_router_is_measured_with_colocated_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     options = {**SMALL, "colocated": True, "seconds": 0.3, "ramp_s": 0.1, "warmup_s": 0.1}
