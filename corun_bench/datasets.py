@@ -8,6 +8,7 @@ requests.
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 from pathlib import Path
@@ -35,19 +36,20 @@ def read_burstgpt(path: Path | None, model: str = "") -> tuple[list[tuple[int, i
     """
     path = path or SAMPLES / "burstgpt.csv"
     usable, left_out = [], 0
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file)
+    rows = csv.DictReader(_lines(path))
+    try:
         if missing := sorted({_MODEL, _PROMPT, _OUTPUT} - set(rows.fieldnames or [])):
             raise _wrong(path, 1, f"has no column {', '.join(map(repr, missing))}")
         for row in rows:
-            try:
-                prompt, output = int(row[_PROMPT]), int(row[_OUTPUT])
-            except (TypeError, ValueError):
-                raise _wrong(path, rows.line_num, f"needs numbers in {_PROMPT!r} and {_OUTPUT!r}") from None
+            prompt, output = int(row[_PROMPT]), int(row[_OUTPUT])
             if prompt <= 0 or output <= 0 or (model and row[_MODEL] != model):
                 left_out += 1
             else:
                 usable.append((prompt, output))
+    except (TypeError, ValueError):
+        raise _wrong(path, rows.line_num, f"needs numbers in {_PROMPT!r} and {_OUTPUT!r}") from None
+    except csv.Error as error:
+        raise _wrong(path, rows.line_num + 1, f"is not CSV: {error}") from None
     return usable, left_out
 
 
@@ -57,7 +59,7 @@ def read_sharegpt(path: Path | None) -> tuple[list[Texts], int]:
     The file is a JSON list of {"id", "conversations": [{"from": "human" | "gpt", "value": text}, …]}.
     """
     path = path or SAMPLES / "sharegpt.json"
-    entries = _json(path, 0, path.read_text(encoding="utf-8-sig"))
+    entries = _json(path, 0, _lines(path).read())
     if not isinstance(entries, list):
         raise _wrong(path, 0, "must be a JSON list of conversations")
     turns = [_first_turn(path, i, entry) for i, entry in enumerate(entries, 1)]
@@ -72,8 +74,7 @@ def read_blazedit(path: Path | None) -> tuple[list[Texts], int]:
     BlazeditDataset reads. Its default range of `norm_distance` (edit distance over length) is [0, 1].
     """
     path = path or SAMPLES / "blazedit.jsonl"
-    with path.open(encoding="utf-8-sig") as lines:
-        records = [_edit(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_edit(path, number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
     usable = [edit for edit, distance in records if 0 <= distance <= 1]
     return usable, len(records) - len(usable)
 
@@ -103,10 +104,17 @@ def _edit(path: Path, number: int, line: str) -> tuple[Texts, float]:
     return (code, change), float(distance)
 
 
+def _lines(path: Path) -> io.StringIO:
+    try:
+        return io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
+    except UnicodeDecodeError:
+        raise _wrong(path, 0, "is not UTF-8") from None
+
+
 def _json(path: Path, number: int, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _wrong(path, number, f"is not JSON: {error}") from None
 
 

@@ -87,7 +87,7 @@ def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Json:
     """Read a result file; raises InvalidArgumentError if it has none of these schemas, OSError if it is unreadable."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # It is not UTF-8, or not JSON.
+    except (ValueError, RecursionError):  # It is not UTF-8, or not JSON.
         raise InvalidArgumentError("result", str(path), "is not JSON") from None
 
     def wrong(field: str, limit: str) -> InvalidArgumentError:

@@ -25,7 +25,7 @@ LATER = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response token
 
 
 def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return path
 
 
@@ -80,6 +80,11 @@ EDIT = '{"code": "x", "change_request": "y", "norm_distance": 0}\n'
         (read_blazedit, EDIT + "[]", "data:2: needs code, change_request, norm_distance"),
         (read_blazedit, EDIT + '{"code": "x"}', "data:2: needs code, change_request, norm_distance"),
         (read_blazedit, EDIT + EDIT.replace('"x"', "1"), "data:2: needs text in code"),
+        (read_burstgpt, V1_1 + "\udc80", "data: is not UTF-8"),
+        (read_burstgpt, V1_1 + '"' + "x" * 200_000, "data:5: is not CSV: field larger than"),
+        (read_sharegpt, "\udc80", "data: is not UTF-8"),
+        (read_sharegpt, "[" * 100_000, "data: is not JSON"),
+        (read_blazedit, EDIT + "\udc80", "data: is not UTF-8"),
     ],
 )
 def test_another_file_is_an_error_that_names_the_line(tmp_path: Path, read: Any, text: str, message: str) -> None:

@@ -62,6 +62,7 @@ def test_a_result_comes_back_as_it_was_and_one_that_is_not_json_leaves_the_file_
     ("text", "message"),
     [
         ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "schema = None: must be 'corun-bench-1' or 'corun-bench-kernels-1' in a.json"),
         ('{"schema": "corun-bench-2"}', "schema = 'corun-bench-2': must be 'corun-bench-1'"),
         ('{"schema": "corun-bench-1"}', "command = in a.json: must be a JSON list"),
