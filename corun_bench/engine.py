@@ -76,13 +76,13 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
         max_model_len=settings.max_model_len,
         tensor_parallel_size=settings.tensor_parallel_size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.slots or None,
         disable_log_stats=True,
         seed=0,
     )
     if on_cpu:
         made.enforce_eager = True
         made.kv_cache_memory_bytes = settings.kv_cache_gib * 1024**3
-        made.max_num_seqs = settings.slots
         made.max_num_batched_tokens = 2**15  # Chunked prefill of a seeded request crashes vLLM on a CPU.
     if settings.is_ours:  # The cluster's two halves in one engine, with the cluster's own settings.
         made.scheduler_cls = ISOLATED
@@ -90,7 +90,6 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
         made.enable_prefix_caching = False
         made.disable_cascade_attn = True
         made.enable_flashinfer_autotune = False
-        made.max_num_seqs = settings.slots
         made.disable_custom_all_reduce = settings.tensor_parallel_size > 2
     if settings.is_ours and not on_cpu:
         from decode_node.slots import smaller_than

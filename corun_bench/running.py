@@ -138,7 +138,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
             name=system.name,
             pads=system.pads,
             target=PlainProxy(prefill, decode) if system.kind in PAIRED else IndependentEngines(engines),
-            slots=system.slots_on(machine) * (len(engines) - len(prefill)),
+            slots=sum(engine.facts["max_num_seqs"] for engine in engines if engine not in prefill),
             gpus=system.gpus(machine),
             ready_s=round(time.monotonic() - began, 1),
             processes=processes,

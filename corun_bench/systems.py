@@ -236,7 +236,10 @@ class System:
         cores, half = machine.cores, len(machine.cores) // 2
         # A half of the cores each for prefill and decode, since sharing slows both down many times over.
         cores_of = {"both": cores, "prefill": cores[half:], "decode": cores[:half] or cores}
-        own = asdict(machine) | {"slots": self.slots_on(machine), "kind": self.kind, "gpu_memory_utilization": share}
+        # 0: a stock engine on a GPU has as many slots as vLLM gives it, unless the system's name says how many.
+        is_stock = not self.kind.startswith("colocated")
+        slots = self.slots if machine.gpus and is_stock else self.slots_on(machine)
+        own = asdict(machine) | {"slots": slots, "kind": self.kind, "gpu_memory_utilization": share}
         return [
             EngineSettings(**own | {"role": role, "gpus": machine.device(place), "cores": cores_of[role]})
             for role, place in roles

@@ -28,12 +28,12 @@ def main() -> None:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     outbox.connect(events)
     if does == "answers late":
-        tell(outbox, "ready", {"vocab_size": 9})
+        tell(outbox, "ready", {"max_num_seqs": 1024})
         time.sleep(0.3)
         inbox.connect(commands)
     else:
         inbox.connect(commands)
-        tell(outbox, "ready", {"vocab_size": 9})
+        tell(outbox, "ready", {"max_num_seqs": 1024})
     while (command := msgspec.msgpack.decode(inbox.recv()))[0] != "stop":
         if command[0] == "forget":
             tell(outbox, "forgot", True)

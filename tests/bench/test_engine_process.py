@@ -104,6 +104,7 @@ async def test_a_system_whose_engine_ends_costs_the_next_one_nothing(
     assert len(benchmark.failures) == 1
     assert benchmark.failures[0].startswith(words)
     assert [row["system"] for row in benchmark.result["runs"]] == ["std+nosplit"] * 2
+    assert {row["slots"] for row in benchmark.result["systems"]} == {1024}, "those of the engine"
     assert {row["failed"] for row in benchmark.result["runs"]} == {0}
 
 

@@ -107,6 +107,9 @@ def test_engines_get_cores_slots_and_groups() -> None:
     assert [one.cores for one in System.parse("std").engines(CPU)] == [(0, 1, 2, 3)]
     assert System.parse("cluster:1p1d:512").slots_on(TWO) == 512
     assert System.parse("colocated::64").engines(ONE)[0].slots == 64
+    stock = [System.parse(name).engines(ONE)[0].slots for name in ("std", "std::512", "pd-std", "pd-std::64", "bi::8")]
+    assert stock == [0, 512, 0, 64, 8], "0: vLLM's own default"
+    assert [System.parse(name).engines(CPU)[0].slots for name in ("std", "std::512")] == [CPU.slots, 512]
     assert System.parse("cluster").slots_on(TWO) == TWO.slots
     assert System.parse("cluster:shared").gpus(TWO) == {"prefill": 2, "decode": 2, "total": 2}
     assert System.parse("cluster:1p1d").gpus(TWO) == {"prefill": 1, "decode": 1, "total": 2}
