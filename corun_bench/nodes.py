@@ -55,6 +55,8 @@ class Topology:
     """Most tokens of prompt and output together."""
     threads: int = 0
     """Threads of each engine on a CPU; 0: all cores."""
+    kv_cache_gib: int = 1
+    """KV cache of each engine on a CPU, in GiB."""
     decode_split: DecodeSplit = "none"
     """How decode nodes cut a row's KV; not for CPUs."""
     start_timeout_s: float = 400.0
@@ -80,6 +82,8 @@ class Topology:
         if has_gpu():
             found += ["--gpu-memory-utilization", str(self.share(node))]
             found += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        else:
+            found += ["--kv-cache-gib", str(self.kv_cache_gib)]
         return found
 
 

@@ -162,6 +162,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         slots=system.slots_on(machine),
         chunk_size=machine.chunk_size,
         max_model_len=machine.max_model_len,
+        kv_cache_gib=machine.kv_cache_gib,
         decode_split=CLUSTERS[system.kind],
         threads=0 if machine.gpus else max(1, len(machine.cores) // 2),
         start_timeout_s=START_TIMEOUT_S,

@@ -15,7 +15,7 @@ import pytest
 from corun.errors import UnavailableError
 from corun.models import tiny
 from corun.processes import descendants
-from corun_bench import results, running, workloads
+from corun_bench import nodes, results, running, workloads
 from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Request
@@ -150,16 +150,36 @@ async def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_process(
     monkeypatch.setattr(Nodes, "status", lambda nodes: None)
     monkeypatch.setattr(Processes, "start", lambda self, name, *_, **__: start(self, name, "timeit", "-n1", *DEAF))
     plans = NodePlan("p0", "prefill_node", (0,)), NodePlan("d0", "decode_node", (0,))
-    nodes = Nodes(Topology(model="", max_model_len=64, nodes=plans), processes)
-    starting = asyncio.create_task(asyncio.to_thread(nodes.start))
+    cluster = Nodes(Topology(model="", max_model_len=64, nodes=plans), processes)
+    starting = asyncio.create_task(asyncio.to_thread(cluster.start))
     await asyncio.wait_for(begun.wait(), DEADLINE_S)
     while not all("deaf" in processes.log(name) for name in ("router", "p0", "d0")):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    ended = await asyncio.wait_for(asyncio.to_thread(nodes.stop), DEADLINE_S)
+    ended = await asyncio.wait_for(asyncio.to_thread(cluster.stop), DEADLINE_S)
     assert ended == dict.fromkeys(("router", "p0", "d0"), -9)
     with pytest.raises(UnavailableError, match="it was stopped while it started"):
         await starting
     assert processes.running == {}
+
+
+async def test_a_cluster_on_a_cpu_gets_the_same_options_as_the_other_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def start(cluster: Nodes) -> None:
+        found.extend(cluster.topology.flags(node) for node in cluster.topology.nodes)
+        raise UnavailableError("enough is known")
+
+    monkeypatch.setattr(nodes, "has_gpu", lambda: False)
+    monkeypatch.setattr(Nodes, "start", start)
+    machine = Machine(model="m", cores=(0, 1, 2, 3), kv_cache_gib=3, slots=5, chunk_size=6, max_model_len=7)
+    with pytest.raises(UnavailableError, match="enough"):
+        await running.up(System.parse("cluster:1p1d"), machine, tmp_path).__aenter__()
+    same = {"--model": "m", "--max-model-len": "7", "--threads": "2", "--kv-cache-gib": "3"}
+    prefill, decode = (dict(zip(flags[::2], flags[1::2], strict=True)) for flags in found)
+    assert prefill == {**same, "--node-id": "p0", "--chunk-size": "6"}
+    assert decode == {**same, "--node-id": "d0", "--slots": "5", "--decode-split": "none"}
 
 
 start = Processes.start
