@@ -88,10 +88,11 @@ def _machine(options: BenchOptions) -> Machine:
         limit = f"must be a multiple of tensor_parallel_size, {options.tensor_parallel_size}"
         raise InvalidArgumentError("gpus", list(options.gpus), limit)
     model = resolve_model(options.model)
+    most = conditions.model_config(model).get("max_position_embeddings") or options.max_model_len
     own = {
         "model": model,
         "cores": () if options.gpus else tuple(sorted(os.sched_getaffinity(0))),
-        "max_model_len": min(options.max_model_len, int(conditions.model_config(model)["max_position_embeddings"])),
+        "max_model_len": min(options.max_model_len, most),
     }
     return Machine(**plain(options, SharedOptions) | own)
 
@@ -160,7 +161,7 @@ class Benchmark:
         self._machine, self._systems, self._specs = machine, systems, specs
         self._goodput, self._percentiles = metrics.parse_goodput(options.goodput), _percentiles(options)
         config = conditions.model_config(machine.model)
-        self._vocab_size = int(config["vocab_size"])
+        self._vocab_size: int = config["vocab_size"]
         self._tokenize = workloads.tokenizer(machine.model)
         self._made: dict[tuple[Any, ...], Workload] = {}
         self._drawn: dict[tuple[str, str], tuple[str, Run]] = {}

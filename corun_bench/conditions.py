@@ -47,12 +47,18 @@ def clocks() -> list[dict[str, str]]:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return a checkpoint's config.json. Raises InvalidArgumentError if the directory has none."""
+    """Return a checkpoint's config.json, with what it says of the model's text part at the top.
+
+    Raises InvalidArgumentError if the directory has none, or if it does not tell the size of the vocabulary.
+    """
     try:
-        found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = {**found, **(found.get("text_config") or {})}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidArgumentError("model", model, 'must be a directory with a config.json, or "tiny"') from error
-    return found
+    if not isinstance(config.get("vocab_size"), int):
+        raise InvalidArgumentError("model", model, "its config.json has no vocab_size")
+    return config
 
 
 def model_summary(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +83,11 @@ def lines(found: Mapping[str, Any], systems: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def gpu_memory(owners: Mapping[int, str]) -> dict[str, Any]:
-    """Return the memory in use on each GPU and by each process, in MiB; empty without a GPU.
+    """Return the memory in use on each GPU and by each process, in MiB, or what is said instead; empty without a GPU.
 
     owners: the names of processes, by process id.
     """
-    used = [int(row[0]) for row in smi("--query-gpu=memory.used")]
+    used = [int(text) if text.isdecimal() else text for text, *_ in smi("--query-gpu=memory.used")]
     apps = [(int(row[0]), row[1]) for row in smi("--query-compute-apps=pid,used_memory") if len(row) == 2]
     by_process = {f"{owners.get(pid, '')} {pid}".strip(): value for pid, value in apps}
     return {"gpus": used, "processes": by_process} if used else {}

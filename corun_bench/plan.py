@@ -173,7 +173,7 @@ class _Planner:
         return workloads.make(
             self._spec,
             num_requests=count,
-            vocab_size=int(vocab_size),
+            vocab_size=vocab_size,
             max_model_len=self._options.max_model_len,
             seed=self._options.seed,
             tokenize=self._tokenize,

@@ -87,7 +87,6 @@ def shapes_of(model_dir: Path, ranks: int) -> tuple[Shapes, list[str]]:
             be divided among the ranks.
     """
     config = model_config(str(model_dir))
-    config = config.get("text_config") or config
     try:
         hidden, heads, mlp = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
         vocab = -(-config["vocab_size"] // _VOCAB_PADDING) * _VOCAB_PADDING

@@ -219,6 +219,29 @@ async def test_padding_is_of_systems_whose_steps_all_have_a_row_for_each_slot(
     assert [engine.padded for engine in engines.values()] == [[], [1, 2, 4], []]
 
 
+@pytest.mark.parametrize(("text", "message"), [("[]", "a dir"), ("[" * 100_000, "a dir"), ("{}", "no vocab_size")])
+def test_a_model_that_tells_too_little_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidArgumentError, match=message):
+        benchmark.run(BenchOptions(model=str(tmp_path), systems=(), url=("http://127.0.0.1:1",)))
+
+
+def test_the_config_of_a_models_text_part_counts(tmp_path: Path) -> None:
+    text = {"vocab_size": 9, "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"], "text_config": text}))
+    config = conditions.model_config(str(tmp_path))
+    assert conditions.model_summary("m", config) == {"name": "m", "architectures": ["A"], "vocab_size": 9}
+    assert benchmark._machine(BenchOptions(model=str(tmp_path))).max_model_len == 8
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    assert benchmark._machine(BenchOptions(model=str(tmp_path), max_model_len=77)).max_model_len == 77
+
+
+def test_a_gpu_whose_memory_is_not_told_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"--query-gpu=memory.used": [["[N/A]"], ["512"]], "--query-compute-apps=pid,used_memory": [["7", "[N/A]"]]}
+    monkeypatch.setattr(conditions, "smi", told.__getitem__)
+    assert conditions.gpu_memory({7: "p0"}) == {"gpus": ["[N/A]", 512], "processes": {"p0 7": "[N/A]"}}
+
+
 def test_conditions_are_said_in_lines(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"must be a directory with a config\.json"):
         conditions.model_config(str(tmp_path))
