@@ -100,8 +100,9 @@ def measured(result: Json, system: str, prompt_tokens: float) -> Measured:
     steps = _steps([piece for run in runs for piece in _bins(run, nodes)])
     prefill, length = _prefill(runs, nodes, steps, prompt_tokens)
     lacks = "" if steps else f"{entry['system']} has no closed-loop run of which {LEAST_STEPS} steps only decode"
-    all_nodes = mapping(entry.get("settings", {}), "nodes").values()
-    kv_blocks = [whole(node, "kv_blocks") for node in all_nodes if node.get("slots") != 0]  # The others only prefill.
+    told = mapping(mapping(entry, "settings"), "nodes")
+    each = [mapping(told, name) for name in told]
+    kv_blocks = [whole(node, "kv_blocks") for node in each if node.get("slots") != 0]  # The others only prefill.
     return Measured(
         system=entry["system"],
         prefill_tokens_per_s=prefill,
@@ -127,14 +128,19 @@ class _Nodes:
     @classmethod
     def of(cls, entry: Json) -> _Nodes:
         settings = mapping(entry, "settings")
-        prefill, decode, both = (settings.get(name) or [] for name in ("prefill", "decode", "colocated"))
-        both = both or settings.get("engines") or []
+        prefill, decode, both = (_places(settings, name) for name in ("prefill", "decode", "colocated"))
+        both = both or _places(settings, "engines")
         if bool(both) == bool(prefill and decode):
             limit = "must have prefill and decode nodes, or engines of both roles; a mix shows the rates of neither"
             raise InvalidArgumentError("system", entry["system"], limit)
         prefill, decode = prefill or both, decode or both
-        gpus = [{gpu for place in places for gpu in place} for places in (prefill, decode)]
+        gpus = [{str(gpu) for place in places for gpu in place} for places in (prefill, decode)]
         return cls(len(prefill), len(decode), bool(gpus[0] & gpus[1]) or not gpus[0])
+
+
+def _places(settings: Json, name: str) -> list[list[Any]]:
+    found = settings.get(name)
+    return [place for place in found if isinstance(place, list)] if isinstance(found, list) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,7 @@ def _bins(run: Json, nodes: _Nodes) -> Iterator[_Bin]:
     seconds, came = number(line, "bin_s") or 0.0, 0.0
     most = _IN_FLIGHT * min(whole(run, "max_concurrency"), whole(run, "completed"))
     series = (numbers(line, name) for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "running"))
-    for prompt_rate, output_rate, running in zip(*series, strict=True):
+    for prompt_rate, output_rate, running in zip(*series, strict=False):
         left = whole(run, "total_input_tokens") - came
         came += prompt_rate * seconds
         yield _Bin(
@@ -219,7 +225,7 @@ def _handoff(entry: Json, runs: Sequence[Json]) -> float | None:
     """Return the seconds a prompt token of a handoff between GPUs. The requests that warm the system up and those that
     are compared have the same lengths as the others."""
     mean_ms = number(mapping(entry, "handoff"), "mean_ms")
-    completed = sum(whole(run, "completed") for run in runs)
+    completed = sum(whole(run, "completed") for run in runs) or 1
     tokens = sum(whole(run, "total_input_tokens") for run in runs)
     return mean_ms / 1000 / (tokens / completed) if mean_ms and tokens else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -72,6 +73,22 @@ def test_a_system_must_be_chosen() -> None:
     with pytest.raises(InvalidArgumentError, match="system = 'bi': must be one of std, cluster:1p1d"):
         rates.measured(two, "bi", 100)
     assert rates.measured(two, "std", 100).lacks == "std has no closed-loop run of which 20 steps only decode"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settings": 3},
+        {"settings": {"prefill": 0.5, "decode": [[0]]}},
+        {"settings": {"colocated": [[0]], "nodes": {"c0": "x"}}},
+        {"settings": {"colocated": [[[0]]]}},
+    ],
+)
+def test_a_file_with_other_things_in_it_is_no_traceback(changes: dict[str, Any]) -> None:
+    odd = result(completed=0, timeline=TIMELINE | {"running": [1, None, "x"]})
+    odd["systems"][0] |= changes
+    with suppress(InvalidArgumentError):
+        rates.measured(odd, "", 100)
 
 
 def test_a_mix_shows_the_rates_of_neither_kind() -> None:
