@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from corun.client.outputs import Outputs
 from corun.client.routers import Deadline
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, from_rpc_error
-from corun.params import SamplingParams
+from corun.params import MAX_SAMPLES, SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
@@ -60,7 +60,7 @@ class _Call:
         """Return whether a request is for the next sample: those of a call have the seeds of places from 0 on."""
         first = self.outcomes[0].request
         return (
-            first.place == 0 < request.place == len(self.outcomes)
+            first.place == 0 < request.place == len(self.outcomes) < MAX_SAMPLES
             and request.prompt_token_ids is first.prompt_token_ids
         )
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from corun.errors import CorunError, InvalidArgumentError, UnavailableError
-from corun.params import SamplingParams, sample_seed
+from corun.params import MAX_SAMPLES, SamplingParams, sample_seed
 from corun.testing.engines import expected
 from corun.v1 import cluster_service_pb2 as pb
 from corun_bench import client
@@ -133,6 +133,19 @@ async def test_samples_of_a_prompt_that_are_sent_together_are_one_request(model:
         ids, logprobs, _ = expected(request.prompt_token_ids, params, request.seed)
         assert (outcome.error, outcome.token_ids, outcome.logprobs) == ("", ids, logprobs)
         assert sum(count for _, count in outcome.arrivals) == 5
+
+
+async def test_a_request_has_no_more_samples_than_it_may(model: str) -> None:
+    """Those that are left are drawn as well."""
+    async with cluster(model, slots=64) as fake, aclosing(ClusterTarget(fake.address)) as target:
+        for node in fake.nodes:
+            if node.info.slots:
+                node.engine.step_ms = 0.0
+        group = [sample_of(PROMPT, place, 1) for place in range(MAX_SAMPLES + 2)]
+        await asyncio.wait_for(asyncio.gather(*(target.run(one, logprobs=True) for one in group)), 60.0)
+        assert [len(call.outcomes) for call in target._calls] == [MAX_SAMPLES, 1, 1]
+        target.settle()
+    assert {len(outcome.token_ids) for outcome in group} == {1}
 
 
 async def test_a_group_that_fails_or_takes_too_long_leaves_no_sample_waiting(model: str) -> None:
