@@ -112,7 +112,7 @@ class Nodes:
         try:
             with self.client(connect_timeout_s=2.0) as client:
                 return client.get_cluster(timeout_s=5.0)
-        except UnavailableError:
+        except (UnavailableError, DeadlineError):
             return None
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from corun.errors import UnavailableError
+from corun.errors import DeadlineError, UnavailableError
 from corun.models import tiny
 from corun.processes import descendants
 from corun_bench import nodes, results, running, workloads
@@ -180,6 +180,14 @@ async def test_a_cluster_on_a_cpu_gets_the_same_options_as_the_other_systems(
     prefill, decode = (dict(zip(flags[::2], flags[1::2], strict=True)) for flags in found)
     assert prefill == {**same, "--node-id": "p0", "--chunk-size": "6"}
     assert decode == {**same, "--node-id": "d0", "--slots": "5", "--decode-split": "none"}
+
+
+def test_a_router_that_answers_late_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any, **__: Any) -> Any:
+        raise DeadlineError("no answer after 5 s")
+
+    monkeypatch.setattr(Nodes, "client", late)
+    assert Nodes(Topology(model="", max_model_len=64, nodes=()), Processes(tmp_path)).status() is None
 
 
 start = Processes.start
