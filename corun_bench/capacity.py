@@ -158,7 +158,7 @@ def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
         num_known = 2 * len(nodes) if kind == "colocated" else len(prefills) + len(nodes)
         for role, index in [*prefills, *nodes]:
             options = {"role": role, "index": index, "model": str(tiny.ensure()), "slots": setup.slots}
-            options |= {"step_ms": setup.step_ms, "routers": addresses, "port": ports[index] if direct else 0}
+            options |= {"step_ms": setup.step_ms_of(index), "routers": addresses, "port": ports[index] if direct else 0}
             processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
         for address in () if direct else addresses:
             with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:

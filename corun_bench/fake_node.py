@@ -37,8 +37,6 @@ from prefill_node.service import PrefillService
 DIRECT_METHOD = "/corun.bench.FakeDirect/Generate"
 """The method of a node without a router: it takes a GenerateRequest and streams GenerateResponses."""
 MAX_MODEL_LEN = 8192
-DRIFT = 0.003
-"""The share by which each node's step is longer than the previous node's, so that every phase between them occurs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +199,7 @@ def _info(options: FakeNodeOptions, model: Contract, generation: str) -> NodeInf
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     options = FakeNodeOptions(**json.loads(sys.argv[1]))
-    engine = StepEngine(options.step_ms / 1000 * (1 + DRIFT * options.index), options.slots)
+    engine = StepEngine(options.step_ms / 1000, options.slots)
 
     async def live(stop: asyncio.Event) -> None:
         ticking = asyncio.ensure_future(engine.tick())

@@ -20,6 +20,9 @@ RESULT = "result.json"
 MAX_NODES = 16
 """The most decode nodes of a router measurement."""
 MAX_ROUTERS = 64
+DRIFT = 0.003
+"""The share of `step_ms` by which a decode node's step is longer than the previous node's: every phase between them
+occurs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,11 @@ class CapacityOptions:
     @property
     def offered(self) -> float:
         """The offered load in tokens per second."""
-        return self.samples * 1000 / self.step_ms
+        return sum(self.slots * 1000 / self.step_ms_of(index) for index in range(self.decode_nodes))
+
+    def step_ms_of(self, index: int) -> float:
+        """Return the length of a node's steps, each node's a little longer than the one's before."""
+        return self.step_ms * (1 + DRIFT * index)
 
     def check(self) -> None:
         """Raise InvalidArgumentError for a value out of range."""

@@ -87,6 +87,16 @@ def test_every_token_arrives_and_the_json_has_its_fields(
         RouterBench(**{**options, "sweep": (3, 4)}).run()
 
 
+def test_nodes_with_longer_steps_offer_fewer_tokens() -> None:
+    """A load of many nodes would else be one that no router carries."""
+    setup = CapacityOptions(decode_nodes=16, slots=10, step_ms=10.0)
+    steps_ms = [setup.step_ms_of(index) for index in range(16)]
+    assert steps_ms == sorted(set(steps_ms))
+    assert (steps_ms[0], steps_ms[15]) == (10.0, pytest.approx(10.45))
+    assert setup.offered == pytest.approx(sum(10 / step_ms * 1000 for step_ms in steps_ms))
+    assert setup.offered < 0.98 * 16_000
+
+
 def test_a_router_is_measured_with_colocated_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     options = {**SMALL, "colocated": True, "seconds": 0.3, "ramp_s": 0.1, "warmup_s": 0.1}
     assert RouterBench(**options).run() == 0
