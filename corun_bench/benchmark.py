@@ -69,9 +69,9 @@ def run(options: BenchOptions) -> int:
         raise InvalidArgumentError("systems", list(options.systems), "must name at least one, or --url a server")
     for url in options.url:
         OpenAiTarget(url)  # Raises for a text that is not a URL.
-    specs, directory = workloads.expand(options.workloads), output_directory(options)
-    benchmark = Benchmark(options, machine, systems, specs, directory)
+    benchmark = Benchmark(options, machine, systems, workloads.expand(options.workloads), options.output or Path())
     benchmark.prepare()
+    benchmark.directory = output_directory(options)
     finished = uvloop.run(_to_its_end(benchmark))
     _show(benchmark)
     if not finished:
