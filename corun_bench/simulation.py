@@ -7,12 +7,13 @@ same workload gives the same run, bit by bit.
 The model. A step of an engine computes up to `STEP_TOKENS` tokens of the prompts that wait there, at a measured rate,
 and one token for each of its rows, in the time measured for so many rows. A prefill node's steps have no rows, and a
 decode node's no prompts. A colocated node's steps have both, and last as long as the two parts together, whether decode
-rows ride in prefill steps or the two kinds of steps take turns. A prompt's KV is read by one decode node at a time
-prompt, in a time that is proportional to its length, and in none if both sides have the same engine. Messages take no
-time, and nothing fails. The queue has one client of one class, so its order is that of arrival; as in `router.queue`,
-the first that has to wait lets nobody pass. Under targets of latency, all nodes report at once every `REPORT_S`
-simulated seconds, and the router looks at its colocated nodes then and when a prompt or a sample ends, by
-`router.flexing`.
+rows ride in prefill steps or the two kinds of steps take turns. A sample whose prompt the same engine computes begins
+in the step after it; a node whose certificate lets it begin in the prompt's own last step is faster. A decode node
+reads the KV of one prompt at a time, in a time that is proportional to its length, and in none if both sides have the
+same engine. Messages take no time, and nothing fails. The queue has one client of one class, so its order is that of
+arrival; as in `router.queue`, the first that has to wait lets nobody pass. Under targets of latency, all nodes report
+at once every `REPORT_S` simulated seconds, and the router looks at its colocated nodes then and when a prompt or a
+sample ends, by `router.flexing`.
 
 This module must not know where rates come from or what is made of a run.
 """
@@ -397,8 +398,12 @@ class _Cluster:
         self._wake(engine)
 
     def _step(self, engine: Engine) -> None:
-        """End an engine's step and begin its next one, before the router knows of it."""
-        ended, engine.step = engine.step, engine.begin_step()
+        """End an engine's step and begin its next one, before the router knows of it. Samples that came with a prompt
+        of the engine are in it: they begin in the step after the prompt's last one."""
+        ended = engine.step
+        for prompt in ended.computed if ended else ():
+            engine.line += [sample for sample in prompt.samples if self._engine_of[sample.decode] is engine]
+        engine.step = engine.begin_step()
         engine.is_awake = engine.step is not None
         if engine.step is not None:
             self._at(self._now + engine.step.duration_s, engine)
@@ -450,8 +455,7 @@ class _Cluster:
         self._prefills[sample.prefill].give(need.num_prompt, need.kv_key, is_computed=True)
         reader, key = self._engine_of[sample.decode], (sample.decode, need.kv_key)
         if reader is self._engine_of[sample.prefill]:
-            self._receive(sample)
-            return
+            return  # It has the sample already.
         if not need.kv_key or key not in self._read_at:
             assert self._rates.handoff_s_per_token is not None
             reader.reads_until = max(self._now, reader.reads_until)

@@ -60,9 +60,8 @@ APART = workload((100, 3), (200, 1), at=(0.0, 0.105))
         # The second prompt is computed in the second step, with the rest of the first.
         pytest.param("1c", workload((LONG, 1), (200, 1)), 1, [(8.507, 8.507)] * 2, 0, id="a prompt of two steps"),
         pytest.param("1c", workload(*[(10, 2)] * 5), 1, [(0.075, 0.1)] * 4 + [(0.11, 0.12)], 0, id="four slots"),
-        # The next step has both, 200 + 10 ms. The second sample decodes in the step after the one that runs when the
-        # router hears of it.
-        pytest.param("1c", APART, 1, [(0.11, 0.33), (0.34, 0.34)], 0, id="rows wait for the prompt in their step"),
+        # The next step has both, 200 + 10 ms. The second sample decodes in the step after its prompt's, as on a node.
+        pytest.param("1c", APART, 1, [(0.11, 0.335), (0.335, 0.335)], 0, id="rows wait for the prompt in their step"),
         pytest.param("1p1d", APART, 1, [(0.21, 0.23), (0.515, 0.515)], 2, id="rows of a pair do not"),
         pytest.param("1p1d", workload((100, 1), (100, 1)), 1, [(0.31, 0.31), (0.41, 0.41)], 2, id="reads in turn"),
         pytest.param("1p1d", workload((100, 2), (100, 2)), 2, [(0.215, 0.23)] * 2, 1, id="a prompt of two samples"),
