@@ -234,7 +234,7 @@ def goodput(results: Results) -> Figure | None:
     """Draw the share of good requests against the arrival rate, for workloads that ran at several rates."""
     cells: dict[str, dict[str, dict[float, Spread]]] = {}
     for workload, name in itertools.product(results.workloads, _serving(results)):
-        runs = results.runs_of(workload, name)
+        runs = results.runs_of(workload, name, results.concurrency(workload))
         for rate in {number(run, "request_rate") or 0.0 for run in runs} - {0.0}:
             if found := good_share(run for run in runs if number(run, "request_rate") == rate):
                 cells.setdefault(_at_any_rate(workload), {}).setdefault(name, {})[rate] = found

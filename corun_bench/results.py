@@ -127,18 +127,24 @@ class Results:
         return [name for name in dict.fromkeys(run["workload"] for run in self.runs) if padding_of(name) is None]
 
     def runs_of(self, workload: str, system: str, concurrency: float | None = None) -> list[Json]:
-        """Return the repeats of a system on a workload; concurrency None: the one that stands for the workload."""
-        wanted = self.concurrency(workload) if concurrency is None else concurrency
+        """Return the repeats of a system on a workload; concurrency None: of the load that stands for the workload."""
         runs = [run for run in self.runs if (run["workload"], run["system"]) == (workload, system)]
-        return [run for run in runs if _concurrency(run) == wanted]
+        if concurrency is None:
+            load = self._load(workload)
+            return [run for run in runs if load_of(run) == load]
+        return [run for run in runs if _concurrency(run) == concurrency]
 
     def concurrency(self, workload: str) -> float:
-        """Return the concurrency that stands for a workload: the one that most systems ran, or the largest such."""
-        systems: dict[float, set[str]] = {}
+        """Return the concurrency that stands for a workload."""
+        return self._load(workload)[1]
+
+    def _load(self, workload: str) -> tuple[str, float, float]:
+        """Return the load that most systems ran; of several, one of a closed loop, or else the largest."""
+        systems: dict[tuple[str, float, float], set[str]] = {}
         for run in self.runs:
             if run["workload"] == workload:
-                systems.setdefault(_concurrency(run), set()).add(run["system"])
-        return max(systems, key=lambda value: (len(systems[value]), value), default=0.0)
+                systems.setdefault(load_of(run), set()).add(run["system"])
+        return max(systems, key=lambda load: (len(systems[load]), not load[2], *load), default=(workload, 0.0, 0.0))
 
     def concurrencies(self, workload: str) -> list[float]:
         """Return all concurrencies of a workload, the smallest first; 0 means that none was set."""

@@ -146,6 +146,16 @@ def test_runs_at_other_loads_are_no_repeats_of_each_other() -> None:
     ]
 
 
+def test_one_load_stands_for_a_workload() -> None:
+    """Files with other arrival rates may be merged: the median over them would be a number of none."""
+    loads = ((4, None, 1.0), (4, None, 3.0), (2, None, 50.0), (4, 2.0, 70.0), (4, 8.0, 90.0))
+    runs = [row("std", value, max_concurrency=count, request_rate=rate) for count, rate, value in loads]
+    merged = results.merge({"a": result(*runs[:3]), "b": result(*runs[3:])})
+    assert [run["output_throughput"] for run in merged.runs_of("in=1,out=2", "std")] == [1.0, 3.0]
+    opened = results.merge({"b": result(*runs[3:])})
+    assert [run["output_throughput"] for run in opened.runs_of("in=1,out=2", "std")] == [90.0]
+
+
 def test_the_command_prints_warnings_a_table_and_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
