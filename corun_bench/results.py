@@ -132,7 +132,7 @@ class Results:
         if concurrency is None:
             load = self._load(workload)
             return [run for run in runs if load_of(run) == load]
-        return [run for run in runs if _concurrency(run) == concurrency]
+        return [run for run in runs if load_of(run)[1] == concurrency]
 
     def concurrency(self, workload: str) -> float:
         """Return the concurrency that stands for a workload."""
@@ -148,7 +148,7 @@ class Results:
 
     def concurrencies(self, workload: str) -> list[float]:
         """Return all concurrencies of a workload, the smallest first; 0 means that none was set."""
-        return sorted({_concurrency(run) for run in self.runs if run["workload"] == workload})
+        return sorted({load_of(run)[1] for run in self.runs if run["workload"] == workload})
 
     def mismatch(self, system: str, workload: str | None = None) -> dict[str, int] | None:
         """Return how many requests ran again and how many had other bits, for one workload or all; None if none did."""
@@ -212,14 +212,10 @@ def padding_of(workload: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _concurrency(run: Json) -> float:
-    return number(run, "max_concurrency") or 0.0
-
-
 def load_of(run: Json) -> tuple[str, float, float]:
     """Return what repeats have in common: the workload, the requests in flight, and those sent a second; 0 for a number
     that was not set."""
-    return run["workload"], _concurrency(run), number(run, "request_rate") or 0.0
+    return run["workload"], number(run, "max_concurrency") or 0.0, number(run, "request_rate") or 0.0
 
 
 def spread_of(runs: Iterable[Json], key: str) -> Spread | None:
