@@ -96,7 +96,7 @@ async def test_a_call_that_is_cancelled_gives_its_slot_back(model: str, folder: 
 
 REFUSALS = [
     (["--temperature", "9"], "INVALID_ARGUMENT", "sampling_params.temperature", "9", "[0.01, 2]"),
-    (["--max-tokens", "0"], "INVALID_ARGUMENT", "sampling_params.max_tokens", "0", "at least 1"),
+    (["--max-tokens", "0"], "INVALID_ARGUMENT", "sampling_params.max_tokens", "0", "[1, 4294967296)"),
     (["--seed", str(2**63)], "INVALID_ARGUMENT", "seed", str(2**63), "2^63"),
 ]
 
