@@ -205,6 +205,16 @@ def check_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
         raise InvalidArgumentError("sampling_params.max_tokens", max_tokens, limit)
 
 
+def check_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_size: int) -> None:
+    """Raise InvalidArgumentError unless the model is long enough for a prompt and its output, and has all its tokens.
+
+    The ids are those of a message or a tokenizer, which give no other numbers than token ids from 0 on.
+    """
+    check_lengths(len(token_ids), max_tokens, max_model_len)
+    if max(token_ids) >= vocab_size:
+        check_token_ids(token_ids, vocab_size)
+
+
 def check_continuations(continuations: Sequence[object]) -> None:
     """Raise InvalidArgumentError unless there are 1 to 256 continuations."""
     if isinstance(continuations, (str, bytes, bytearray)) or not isinstance(continuations, Sequence):

@@ -26,7 +26,7 @@ from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import decode_contract, model_contract
-from corun.params import SamplingParams, check_lengths, check_seed, check_token_ids, check_vocabulary
+from corun.params import SamplingParams, check_prompt, check_seed, check_vocabulary
 from corun.processes import living, started
 from corun.types import NO_ALTERNATIVES, Alternatives, FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
 from decode_node.grammar import Trials
@@ -143,9 +143,7 @@ class VllmDecodeEngine:
             UnavailableError: the engine died.
         """
         prompt = request.prompt_token_ids
-        check_lengths(len(prompt), request.params.max_tokens, self.facts.max_model_len)
-        if max(prompt) >= self.facts.vocab_size:
-            check_token_ids(prompt, self.facts.vocab_size)
+        check_prompt(prompt, request.params.max_tokens, self.facts.max_model_len, self.facts.vocab_size)
         if request.params.constraint is not None:
             await self._trials.check(*request.params.constraint)
         transfer = self._transfer(request)

@@ -26,6 +26,7 @@ from corun.observe.tracing import OFF, Span
 from corun.params import (
     SamplingParams,
     check_lengths,
+    check_prompt,
     check_request_id,
     check_seed,
     check_token_ids,
@@ -198,9 +199,7 @@ class RequestRunner:
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
         """Raise InvalidArgumentError if this model cannot run the request, or if no node has KV room for it."""
-        check_lengths(len(prompt), params.max_tokens, model.max_model_len)
-        if max(prompt) >= model.vocab_size:  # Messages and tokenizers give no other numbers than token ids from 0 on.
-            check_token_ids(prompt, model.vocab_size)
+        check_prompt(prompt, params.max_tokens, model.max_model_len, model.vocab_size)
         check_vocabulary(params, model.vocab_size)
         if params.constraint is not None and not self._registry.contract.computes_with("llguidance"):
             limit = "must be unset: these decode nodes do not follow constraints, by their contract"
