@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corun_bench import tables
-from corun_bench.results import Json, Spread, leaves, load_of, median_of, merge, mismatch_rate, spread_of
+from corun_bench.results import Json, Load, Spread, leaves, load_of, median_of, merge, mismatch_rate, spread_of
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}
@@ -77,7 +77,7 @@ def show(comparison: Mapping[str, Any]) -> None:
         rate = "-" if found is None else f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"
         latencies = [_pair(row[key], "{:.1f}") for key in LATENCIES.values()]
         speed, mismatches = _pair(row[THROUGHPUT], "{:.1f}"), _pair(row["mismatch_rate"], "{:.2%}")
-        title = tables.title_of((row["workload"], row["max_concurrency"] or 0, row["request_rate"] or 0))
+        title = tables.title_of(Load(row["workload"], row["max_concurrency"] or 0, row["request_rate"] or 0))
         table.add_row(title, row["system"], speed, rate, *latencies, mismatches)
     console.print(table)
 

@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corun.errors import InvalidArgumentError, Shown
 from corun_bench.systems import KINDS
@@ -46,6 +46,16 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
 }
 _TOO_LARGE = 1e300  # Python reads infinities, NaN and integers of any size from JSON.
 _PADDING = re.compile(r"padding=(\d+)")
+
+
+class Load(NamedTuple):
+    """What repeats have in common."""
+
+    workload: str
+    concurrency: float = 0.0
+    """The requests in flight; 0 if no number was set."""
+    rate: float = 0.0
+    """The requests that are sent a second; 0 in a closed loop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,23 +142,23 @@ class Results:
         if concurrency is None:
             load = self._load(workload)
             return [run for run in runs if load_of(run) == load]
-        return [run for run in runs if load_of(run)[1] == concurrency]
+        return [run for run in runs if load_of(run).concurrency == concurrency]
 
     def concurrency(self, workload: str) -> float:
         """Return the concurrency that stands for a workload."""
-        return self._load(workload)[1]
+        return self._load(workload).concurrency
 
-    def _load(self, workload: str) -> tuple[str, float, float]:
+    def _load(self, workload: str) -> Load:
         """Return the load that most systems ran; of several, one of a closed loop, or else the largest."""
-        systems: dict[tuple[str, float, float], set[str]] = {}
+        systems: dict[Load, set[str]] = {}
         for run in self.runs:
             if run["workload"] == workload:
                 systems.setdefault(load_of(run), set()).add(run["system"])
-        return max(systems, key=lambda load: (len(systems[load]), not load[2], *load), default=(workload, 0.0, 0.0))
+        return max(systems, key=lambda load: (len(systems[load]), not load.rate, *load), default=Load(workload))
 
     def concurrencies(self, workload: str) -> list[float]:
         """Return all concurrencies of a workload, the smallest first; 0 means that none was set."""
-        return sorted({load_of(run)[1] for run in self.runs if run["workload"] == workload})
+        return sorted({load_of(run).concurrency for run in self.runs if run["workload"] == workload})
 
     def mismatch(self, system: str, workload: str | None = None) -> dict[str, int] | None:
         """Return how many requests ran again and how many had other bits, for one workload or all; None if none did."""
@@ -212,10 +222,9 @@ def padding_of(workload: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def load_of(run: Json) -> tuple[str, float, float]:
-    """Return what repeats have in common: the workload, the requests in flight, and those sent a second; 0 for a number
-    that was not set."""
-    return run["workload"], number(run, "max_concurrency") or 0.0, number(run, "request_rate") or 0.0
+def load_of(run: Json) -> Load:
+    """Return the load of a run."""
+    return Load(run["workload"], number(run, "max_concurrency") or 0.0, number(run, "request_rate") or 0.0)
 
 
 def spread_of(runs: Iterable[Json], key: str) -> Spread | None:

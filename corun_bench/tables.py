@@ -18,6 +18,7 @@ from rich.text import Text
 from corun_bench.results import (
     STD,
     Json,
+    Load,
     Results,
     in_order,
     is_ablation,
@@ -189,19 +190,18 @@ def _by_workload(results: Results, baseline: str, cells: Callable[..., dict[str,
     """
     sections: dict[str, Rows] = {}
     order = list(dict.fromkeys(run["workload"] for run in results.runs))
-    for load in sorted({load_of(run) for run in results.runs}, key=lambda load: (order.index(load[0]), *load[1:])):
+    for load in sorted({load_of(run) for run in results.runs}, key=lambda load: (order.index(load.workload), *load)):
         runs = [run for run in results.runs if load_of(run) == load]
         of = {name: [run for run in runs if run["system"] == name] for name in results.names}
-        rows = [(name, cells(name, load[0], own, of.get(baseline, []))) for name, own in of.items() if own]
+        rows = [(name, cells(name, load.workload, own, of.get(baseline, []))) for name, own in of.items() if own]
         sections[title_of(load)] = rows
     return _without_empty(sections)
 
 
-def title_of(load: tuple[str, float, float]) -> str:
-    """Return the name of a workload with its load (`load_of`)."""
-    workload, concurrency, rate = load
-    title = workload + (f", {_digits(concurrency)} in flight" if concurrency else "")
-    return title + (f", {rate:g} a second" if rate and "rate=" not in workload else "")
+def title_of(load: Load) -> str:
+    """Return the name of a workload with its load."""
+    title = load.workload + (f", {_digits(load.concurrency)} in flight" if load.concurrency else "")
+    return title + (f", {load.rate:g} a second" if load.rate and "rate=" not in load.workload else "")
 
 
 def systems(results: Results) -> Table:
