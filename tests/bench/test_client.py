@@ -136,7 +136,7 @@ async def test_samples_of_a_prompt_that_are_sent_together_are_one_request(model:
 
 
 async def test_a_request_has_no_more_samples_than_it_may(model: str) -> None:
-    """Those that are left are drawn as well."""
+    """The samples that are left are another request, and are drawn as well."""
     async with cluster(model, slots=64) as fake, aclosing(ClusterTarget(fake.address)) as target:
         for node in fake.nodes:
             if node.info.slots:
